@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from ds_encdec import estimate_memory, train
 from ds_encdec.base.arguments import VERBOSITY, Parser, add
-from ds_encdec.base.terminal import log_to_terminal, print_error, reader_may_leave
+from ds_encdec.base.terminal import interrupts_in_a_line, log_to_terminal, print_error, printable, reader_may_leave
 from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
 from ds_encdec.commands import models, runs
 from ds_encdec.config.command_line import read_arguments
@@ -22,7 +22,7 @@ from ds_encdec.launch.world import discover
 GROUPS = {  # as `--help` lists them, in the order of the work
     "prepare": ("init", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
     "run": ("doctor", "sanity-check", "train", "phases", "stop"),
-    "look": ("report", "verify", "generate", "evaluate"),
+    "look": ("report", "compare", "verify", "generate", "evaluate"),
     "publish": ("export", "average"),
 }
 _ROWS = runs.VERBS | models.VERBS | {"train": train.VERB, "estimate-memory": estimate_memory.VERB}
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = {"rank": world.rank, "ranks": world.world_size}
         log_to_terminal(options, **place)
         wait_without_spinning(os.environ)
-        with reader_may_leave():
+        with interrupts_in_a_line(VERBS[given[0]].kept), reader_may_leave():
             return VERBS[given[0]].run(options, settings) or 0
     except Preempted as error:
-        print(error, flush=True)
+        print(printable(str(error)), flush=True)
         return error.exit_code
     except DsEncDecError as error:
         print_error(error)

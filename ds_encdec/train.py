@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.base.arguments import COUNT, Arguments, Verb, flag, value
-from ds_encdec.base.terminal import log_to_terminal, outlive_readers, print_error
+from ds_encdec.base.terminal import interrupts_in_a_line, log_to_terminal, outlive_readers, print_error
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, Preempted
 from ds_encdec.config.command_line import container_arguments, is_container, read_program
 from ds_encdec.launch.host import no_gpu, wait_without_spinning
@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if in_sagemaker:
             given = container_arguments(os.environ, given, {name for names in ARGUMENTS for name in names.split()})
         options, overrides = read_program("ds_encdec/train.py", __doc__, example, ARGUMENTS, given)
-        return run(options, overrides, in_sagemaker=in_sagemaker)
+        with interrupts_in_a_line():
+            return run(options, overrides, in_sagemaker=in_sagemaker)
     except Preempted as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together
             print(error, flush=True)
@@ -123,6 +124,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: bool) -> None:
     from ds_encdec.launch.preemption import StopRequest  # not for --help
+    from ds_encdec.launch.standby import keep_standby
 
     try:
         world = discover(os.environ)
@@ -131,6 +133,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
         raise
     log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
     with StopRequest(world, whole_process=True) as stop:
+        if not __package__:
+            keep_standby(__file__, lambda: stop.heartbeat.has_stepped)
         # Watched while importing: this takes a moment, torch and deepspeed take seconds.
         with startup_errors_shared(world):
             config = _load(options, overrides, logger.info)
@@ -200,8 +204,10 @@ VERB = Verb(
 
 
 if __name__ == "__main__":
+    from ds_encdec.launch.standby import run_rank
+
     try:
-        code = main()
+        code = run_rank(main)
     except Exception:
         traceback.print_exc()
         code = 1

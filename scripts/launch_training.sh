@@ -13,9 +13,11 @@
 #   MASTER_PORT         where ranks meet (default: one of 20000 to 29999, by chance)
 #
 # Other hosts get these and the variables that begin as below (FORWARDED), but no tokens or keys: DeepSpeed writes them
-# into command lines. Log in there (`hf auth login`, `wandb login`). More: a NAME=value line each in .deepspeed_env.
+# into command lines (nor do those that it hands on itself, such as MLFLOW_TRACKING_TOKEN; a proxy's URL with a password
+# is left out, too). Log in there (`hf auth login`, `wandb login`). More: a NAME=value line each in .deepspeed_env.
 set -euo pipefail
 FORWARDED='^((PYTORCH|TORCH|OMP|NCCL|RCCL|GLOO|FI|HF|WANDB|TRITON)_|(PATH|LD_LIBRARY_PATH|CUDA_HOME|DS_ACCELERATOR)$)'
+SECRET='(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$'
 
 case "${1-}" in -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
@@ -60,10 +62,11 @@ if [ -n "$hostfile" ]; then
             (
                 umask 077
                 while IFS= read -r name; do
-                    case "$name=${!name}" in *TOKEN=* | *KEY=* | *SECRET=* | *PASSWORD=* | *$'\n'*) ;; *) echo "$name=${!name}" ;; esac
+                    [[ $name =~ $SECRET || ${!name} =~ ://[^/]*:.*@ || ${!name} == *$'\n'* ]] || echo "$name=${!name}"
                 done < <(compgen -e | grep -E "$FORWARDED")
                 python -m ds_encdec.config.hostfile # what .deepspeed_env says: the later wins
             ) >"$output/deepspeed_env"
+            while IFS= read -r name; do unset "$name"; done < <(compgen -e | grep -E "^(MLFLOW|UCX|PYTHON|NCCL).*$SECRET")
             DS_ENV_FILE=$(realpath "$output/deepspeed_env")
             export DS_ENV_FILE ;;
         localhost | 127.* | "$(hostname)" | "$(hostname -s)") # where no ssh is needed

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from ds_encdec.base.terminal import (
     TerminalHandler,
     is_quiet,
     log_to_terminal,
+    print_error,
+    print_marked,
     stamped,
     take_over,
 )
+from ds_encdec.base.types import ConfigError
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
@@ -61,6 +65,29 @@ def test_each_line_has_time_level_and_rank(
     assert of_all_ranks.isEnabledFor(logging.WARNING) is (rank == 0 or "verbose" in options)
     assert re.fullmatch(STAMP + ("INFO rank 0: step 1" if ranks > 1 else "INFO: step 1"), stamped("step 1")) or rank
     assert is_quiet() is bool(options.get("quiet"))
+
+
+EVIL = "\x1b[31mred\x07\u202ediorta\udc80\x9b2J https://me:hunter2@host/x?sig=hunter2"
+SHOWN = r"\x1b[31mred\x07\u202ediorta\udc80\x9b2J https://***@host/x?***"
+
+
+def test_text_of_others_controls_no_terminal_and_shows_no_key(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_terminal(argparse.Namespace(), logging.INFO)
+    logging.getLogger("ds_encdec").warning("%s", EVIL.replace("\udc80", ""))  # pytest keeps it, and sends UTF-8
+    print_error(ConfigError(EVIL))
+    print_marked(EVIL, {})
+    out, err = capsys.readouterr()
+    lines = [line.removeprefix("error: ").split("WARNING: ")[-1] for line in (out + err).splitlines()]
+    assert sorted(lines) == sorted([SHOWN, SHOWN, SHOWN.replace(r"\udc80", "")])
+
+
+def test_a_generated_text_is_shown_to_a_terminal_and_kept_for_a_file(tmp_path: Path) -> None:
+    program = f"from ds_encdec.base.terminal import print_text; print_text({EVIL.replace(chr(0xDC80), '')!r})"
+    ours, theirs = os.openpty()
+    subprocess.run([sys.executable, "-c", program], stdout=theirs, check=True)
+    assert os.read(ours, 1000).decode().strip() == SHOWN.replace(r"\udc80", "")
+    kept = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True).stdout
+    assert kept.decode().strip() == EVIL.replace("\udc80", "")
 
 
 def test_a_librarys_log_loses_only_what_is_known_to_be_harmless(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,9 @@
 """The ranges of pyproject.toml, and what is outside of them: in `doctor`, in a model card."""
 
+import re
 from importlib.metadata import version
 
+import lock
 import pytest
 import transformers
 
@@ -38,3 +40,15 @@ def test_doctor_and_a_card_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
     card = untrained_model_card("nowhere", Qwen3Seq2SeqConfig(), {})
     assert f"transformers {range_of('transformers')} or 4.57 (written under " in card
     assert f"and {transformers.__version__})" in card
+
+
+def test_a_lock_with_other_versions_or_without_a_hash_is_named() -> None:
+    locked, pins = lock.LOCK.read_text(), lock.CONSTRAINTS.read_text()
+    assert lock.problems(locked, pins) == []
+    changed = re.sub(r"--hash=sha256:\w+", "", locked.replace("accelerate==", "accelerate==9"), count=1)
+    assert lock.problems(changed.replace("\npyyaml==", "\nyaml=="), pins) == [
+        "absl-py==2.5.1 has no SHA-256",
+        "accelerate==91.15.0, but constraints.txt has ==1.15.0",
+        "yaml==6.0.3, but constraints.txt has no such package",
+        "pyyaml is required by pyproject.toml and is missing",
+    ]

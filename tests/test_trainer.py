@@ -48,8 +48,9 @@ from ds_encdec.monitor.sinks import JsonlSink
 from ds_encdec.training import build
 from ds_encdec.training import trainer as trainer_module
 from ds_encdec.training.build import _open_callbacks, _train_and_close
+from ds_encdec.training.loop_state import Trainer
 from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation, is_best, is_over
-from ds_encdec.training.trainer import Trainer, train
+from ds_encdec.training.trainer import train
 
 TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2)
 
@@ -155,7 +156,7 @@ class ScriptedEngine:
             self.writing.get(step, lambda: None)()
             return [folder / "weights"]
 
-        return StagedSave(1, write)
+        return StagedSave(1, lambda: None, write)
 
 
 class EmptyLoader:

@@ -20,13 +20,15 @@ Arguments = dict[str, dict[str, Any]]
 @dataclass(frozen=True, slots=True)
 class Verb:
     """A verb of `ds-encdec`, with a summary and an example for its help. `run` takes the options and settings, and
-    returns the exit code (None: 0). `takes_settings`: `section.field=value` may follow the arguments."""
+    returns the exit code (None: 0). `takes_settings`: `section.field=value` may follow the arguments. `kept`: what an
+    interrupted start leaves to the next one."""
 
     run: Callable[[argparse.Namespace, Sequence[str]], int | None]
     summary: str
     example: str
     arguments: Arguments
     takes_settings: bool = False
+    kept: str = ""
 
 
 def mistake(message: str, program: str) -> ConfigError:

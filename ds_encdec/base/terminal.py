@@ -11,11 +11,14 @@ import logging
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
+
+from ds_encdec.base.types import Interrupted, Preempted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,8 +31,15 @@ _ERASED_LINE = "\r\x1b[K"
 # `num_tokens`, tokenizers and authors do not match.
 SECRET = (
     r"secret|passw|passphrase|pass(?![a-z])|pwd|credential|auth(?!or(?!iz))|bearer|token(?!s|iz)"
-    r"|key(?:[_-]?(?:id|file|path))?(?![\w.-])"
+    r"|key(?:[_-]?(?:id|file|path))?(?![\w.-])|(?<![a-z])sig(?:nature)?(?![a-z])"
 )
+# A URL's name with its password (of the web also a name alone, as tokens are written; a port is neither), and its
+# parameters; of an address without its beginning, as in errors of requests, those that are named like secrets.
+_URL_USER = re.compile(r"(?i)(?<=://)(?:[^@\s/]*:(?!\d*/)[^@\s]*|(?<=http://)[^@\s/]+|(?<=https://)[^@\s/]+)(?=@)")
+_URL_QUERY = re.compile(rf"(?i)(://[^\s?\"']*\?)[^\s\"'/=]*=[^\s\"']*|([?&;][\w.%-]*(?:{SECRET})[\w.%-]*=)[^&#;\s\"']+")
+# What a terminal obeys, or shows as other text: escape sequences, other controls than line ends and tabs, marks of the
+# direction of writing. Half of a surrogate pair, as in a name that is not UTF-8, could not be printed.
+_OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 # The report of a configuration's problems (config/settings.py): places, values and fixes.
 _STYLES_OF_ERRORS = {
@@ -43,6 +53,23 @@ _STYLES_OF_ERRORS = {
 def is_secret(name: str) -> bool:
     """Return whether `name` is the name of a secret, in any case."""
     return re.search(SECRET, name, re.IGNORECASE) is not None
+
+
+def printable(text: str) -> str:
+    """Return `text` for a terminal or a log: characters that a terminal obeys as escapes (`\\x1b`), and the secrets of
+    its URLs as stars. Files keep what they are given."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], without_url_secrets(text))
+
+
+def print_text(text: object, end: str = "\n", *, file: TextIO | None = None) -> None:
+    """Print what others wrote, such as names and generated texts: to a terminal as `printable`, else as it is."""
+    stream = file or sys.stdout
+    print(printable(str(text)) if stream.isatty() else text, end=end, file=stream, flush=True)
+
+
+def without_url_secrets(text: str) -> str:
+    """Return `text` with stars for the passwords, names beside them, and parameters in its URLs."""
+    return _URL_QUERY.sub(lambda found: f"{found[1] or found[2]}***", _URL_USER.sub("***", text))
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -102,7 +129,7 @@ class TerminalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         try:
-            text = self.format(record)
+            text = printable(self.format(record))
             label = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
             if not _is_watched():
                 print(self.stamped(text, record.levelname), file=sys.stderr, flush=True)
@@ -152,6 +179,7 @@ def take_over(name: str, harmless: Collection[str] = ()) -> None:
 
 def print_marked(text: str, styles: Mapping[str, str]) -> None:
     """Print `text`; on a terminal, what the regular expressions in `styles` match has that style."""
+    text = printable(text)
     if is_terminal(sys.stdout):
         console().print(_marked(text, styles), soft_wrap=True)
     else:
@@ -160,12 +188,13 @@ def print_marked(text: str, styles: Mapping[str, str]) -> None:
 
 def print_error(error: Exception) -> None:
     """Print why the program ends, on standard error."""
+    text = printable(f"error: {error}")
     if is_terminal(sys.stderr):
         from rich.console import Console
 
-        Console(stderr=True).print(_marked(f"error: {error}", _STYLES_OF_ERRORS), soft_wrap=True)
+        Console(stderr=True).print(_marked(text, _STYLES_OF_ERRORS), soft_wrap=True)
     else:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _marked(text: str, styles: Mapping[str, str]) -> Text:
@@ -200,6 +229,41 @@ def reader_may_leave() -> Iterator[None]:
         # Python flushes once more when it exits (https://docs.python.org/3/library/signal.html#note-on-sigpipe).
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
         raise SystemExit(0) from None
+
+
+@contextmanager
+def interrupts_in_a_line(kept: str = "") -> Iterator[None]:
+    """Raise Interrupted at Ctrl-C and SIGTERM, whatever libraries make of the exception that the signal raises, so that
+    what writes a file removes it, as after an error; Preempted if what is `kept` is where the next start goes on. The
+    second signal has its default effect."""
+    came: list[int] = []
+    before: dict[int, Any] = {}
+
+    def interrupt(number: int, frame: object) -> None:
+        came.append(number)
+        signal.signal(number, before[number])
+        raise KeyboardInterrupt
+
+    with suppress(ValueError):  # not in the main thread, where no signal arrives
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if (handler := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = handler
+                signal.signal(number, interrupt)
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Preempted) or not (came or isinstance(error, KeyboardInterrupt)):
+            raise
+        first = signal.Signals((*came, signal.SIGINT)[0])
+        if kept:
+            raise Preempted(f"stopped by {first.name}: {kept} are kept, and the same command continues") from None
+        ended = Interrupted(f"stopped by {first.name} before it was done; unfinished files are removed")
+        ended.exit_code = 128 + int(first)
+        raise ended from None
+    finally:
+        for caught, handler in before.items():
+            if signal.getsignal(caught) is interrupt:  # a training that is over ignores what comes later
+                signal.signal(caught, handler)
 
 
 def outlive_readers() -> None:

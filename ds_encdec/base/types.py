@@ -61,6 +61,10 @@ class DivergedError(DsEncDecError, exit_code=7):
     """Training diverged and was stopped."""
 
 
+class NonFiniteStateError(DivergedError):
+    """A weight or moment that was to be saved is NaN or infinite."""
+
+
 class HangError(DsEncDecError, exit_code=8):
     """A rank or the launcher died or stopped responding."""
 
@@ -71,6 +75,10 @@ class LostRankError(DsEncDecError, exit_code=9):
 
 class GateError(DsEncDecError, exit_code=10):
     """A gate (sanity check, phase) was not passed."""
+
+
+class Interrupted(DsEncDecError, exit_code=130):
+    """The user, or the system, ended the program before it was done: 128 and the number of the signal."""
 
 
 class Preempted(DsEncDecError, exit_code=75):
@@ -117,6 +125,7 @@ class Batch:
     | encoder_lengths, decoder_lengths | N host integers | tokens of each example |
     | documents | N strings | key of the document of each example |
     | lane, number | integers | its lane, and its number there: dropout is drawn by them |
+    | digest | integer | of its lane, ids, labels and boundaries: `token_digest` in data/loader.py |
     """
 
     encoder_ids: Tensor
@@ -132,6 +141,7 @@ class Batch:
     documents: tuple[str, ...] = ()
     lane: int = 0
     number: int = 0
+    digest: int = 0
 
     @property
     def encoder_tokens(self) -> int:

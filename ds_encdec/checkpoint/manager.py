@@ -1,12 +1,14 @@
 """Saves checkpoints, and finds the one from which a run continues. folder.py has their folder. A save has two parts. On
-the main thread every rank makes its staging copy (`Engine.stage`), which pauses training. Then each rank writes,
-flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest, and renames
-`step-N.tmp`. This part runs in a thread of every rank or at once, with a gloo group that nothing else uses. If a disk
-refuses the files, the save fails alike on all ranks, and the run goes on with its earlier checkpoints."""
+the main thread every rank makes its staging copy (`Engine.stage`), which pauses training. Then each rank judges its
+copy, writes, flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest, and
+renames `step-N.tmp`. This part runs in a thread of every rank or at once, with a gloo group that nothing else uses. If
+the state is not finite, or a disk refuses the files, the save fails alike on all ranks, and the run goes on with its
+earlier checkpoints."""
 
 import logging
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from ds_encdec.base.types import CheckpointError, TrainingState
+from ds_encdec.base.types import CheckpointError, NonFiniteStateError, TrainingState
 from ds_encdec.checkpoint.folder import (
     Checkpoint,
     CheckpointFolder,
@@ -50,16 +52,14 @@ Stage = Callable[..., StagedSave]  # `Engine.stage`
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
     """The outcome of a save; equal on all ranks but for the seconds. `blocked_seconds`: how long this rank's training
-    was paused. `seconds`: from the staging copy to the commit, or 0. `problem`: None, or why there is no such
-    checkpoint. `failures`: saves in a row that failed, with this one. `newest_step`: of the newest checkpoint from
-    which the run can continue, if any."""
+    was paused. `seconds`: from the staging copy to the commit, or 0. `problem`: why there is no such checkpoint, or
+    None. `failures`: saves in a row that the disk refused."""
 
     state: TrainingState
     blocked_seconds: float
     seconds: float
-    problem: str | None
+    problem: DiskRefusedError | NonFiniteStateError | None
     failures: int
-    newest_step: int | None
 
 
 @dataclass
@@ -84,7 +84,7 @@ class CheckpointManager:
         self._engine_name = engine_name
         self._save: _SaveUnderWay | None = None
         self._failures = 0
-        self._newest_step: int | None = None
+        self.newest_step: int | None = None  # of the newest checkpoint from which the run can continue
 
     def prepare(self) -> None:
         """Check that all ranks see one folder and can write there, and clear leftovers of a killed save."""
@@ -154,15 +154,15 @@ class CheckpointManager:
         began = time.monotonic()
         error = save.ended.exception()
         self._save = None  # not before: an interrupted wait leaves it to `close`
-        blocked_seconds, seconds, problem = save.blocked_seconds + time.monotonic() - began, 0.0, None
+        blocked_seconds, seconds = save.blocked_seconds + time.monotonic() - began, 0.0
         if error is None:
             seconds = save.ended.result() - save.began
-            self._failures, self._newest_step = 0, save.state.global_step
+            self._failures, self.newest_step = 0, save.state.global_step
         elif isinstance(error, DiskRefusedError):
-            self._failures, problem = self._failures + 1, str(error)
-        else:
+            self._failures += 1
+        elif not isinstance(error, NonFiniteStateError):
             raise error
-        return SaveOutcome(save.state, blocked_seconds, seconds, problem, self._failures, self._newest_step)
+        return SaveOutcome(save.state, blocked_seconds, seconds, error, self._failures)
 
     def close(self) -> None:
         """Wait for a save that nobody will collect, because training raised, and log its outcome."""
@@ -179,7 +179,7 @@ class CheckpointManager:
     def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
         """Make `checkpoint`, from which the run continues, the newest of this folder; return its state here. Later
         steps become `abandoned-…`. Another run's best is not here: the first evaluated one becomes the best."""
-        self._newest_step = checkpoint.manifest.step
+        self.newest_step = checkpoint.manifest.step
 
         def go_back() -> bool:
             if checkpoint.path in committed_steps(self.folder.resolve()).values():  # an `abandoned-…` is not
@@ -193,6 +193,10 @@ class CheckpointManager:
     ) -> None:
         # May run in the background. All ranks raise the same error.
         folder, writing, ranks = unfinished(self.files.at(step)), self._writing(), self._background
+
+        def judge() -> None:
+            if (bad := staged.first_non_finite()) is not None:
+                raise NonFiniteStateError(f"rank {ranks.rank} ({socket.gethostname()}): {bad}")
 
         @writing.explain_refusals()
         def write() -> list[FileRecord]:
@@ -211,11 +215,12 @@ class CheckpointManager:
             self.files.commit(step, pointers)
 
         try:
+            ranks.on_every_rank(judge)
             writing.num_bytes = ranks.sum(staged.num_bytes)[0]
             ranks.on_rank_zero(lambda: writing.require_space(writing.num_bytes))
             records = list(chain.from_iterable(ranks.gather_to_zero(ranks.on_every_rank(write))))
             ranks.on_rank_zero(commit)
-        except DiskRefusedError:
+        except (DiskRefusedError, NonFiniteStateError):
             ranks.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
             raise
 

@@ -10,15 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.yaml.plain_files import kind_of, open_plain, read_json
 from ds_encdec.launch.disk import flush_folder, write_atomically
+from ds_encdec.launch.run_folder import code_facts
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _STRICT = ConfigDict(extra="forbid")
 _Count = Annotated[StrictInt, Field(ge=0)]
 
@@ -38,12 +39,17 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Manifest:
-    """The files of a checkpoint and their origin: `engine` is the name of a row of `engines.ENGINES`."""
+    """The files of a checkpoint and their origin: `engine` is the name of a row of `engines.ENGINES`; `code_facts` has
+    `code` and `commit`. `state_is_finite`: no element of its tensors is NaN or infinite, judged before they were
+    written."""
 
     step: _Count
     world_size: _Count
     engine: StrictStr
     files: tuple[FileRecord, ...]
+    state_is_finite: StrictBool
+    code: StrictStr
+    commit: StrictStr | None
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -66,10 +72,12 @@ def record_file(path: Path, root: Path) -> FileRecord:
 
 
 def seal(folder: Path, *, step: int, world_size: int, engine: str, engine_files: Sequence[FileRecord]) -> Manifest:
-    """Make `folder` durable and write its manifest; the engine's files are recorded already. Raises OSError."""
+    """Make `folder` durable and write its manifest. The engine's files are recorded already, and their tensors were
+    judged finite. Raises OSError."""
     known = {folder / record.path for record in engine_files}
     rest = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in known]
-    manifest = Manifest(step, world_size, engine, (*engine_files, *(record_file(path, folder) for path in rest)))
+    files = (*engine_files, *(record_file(path, folder) for path in rest))
+    manifest = Manifest(step, world_size, engine, files, state_is_finite=True, **code_facts())
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         flush_folder(inner)
     write_atomically(folder / MANIFEST, manifest.to_json())
@@ -87,7 +95,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
             raise ValueError(f"its format version is {version!r:.40}; this version of ds_encdec reads {FORMAT_VERSION}")
         if content.pop("sha256", None) != _content_hash(content):
             raise ValueError("its own SHA-256 does not match, so it was changed or damaged")
-        return TypeAdapter(Manifest).validate_python(content)
+        manifest = TypeAdapter(Manifest).validate_python(content)
+        if not manifest.state_is_finite:
+            raise DamagedCheckpointError(f"{path}: the state is not finite (NaN or infinite). Take an earlier one.")
+        return manifest
     except (FileNotFoundError, NotADirectoryError) as error:
         problem = f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}."
         for final in (checkpoint / "final", checkpoint / "checkpoints" / "final"):

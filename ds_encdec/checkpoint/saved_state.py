@@ -101,22 +101,24 @@ class DcpState(FragmentedState):
         try:
             with open(path, "rb") as file:
                 metadata = _MetadataUnpickler(file).load()
-        except Exception as error:  # an unpickler raises anything
+            if not isinstance(metadata, Metadata):
+                raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint.")
+            tensors = {
+                key: entry
+                for key, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            fragments = {key: list(_fragments(folder, key, tensor, metadata)) for key, tensor in tensors.items()}
+            shapes = {
+                key.removeprefix("weight."): tuple(tensors[key].size)
+                # The planner's table keeps the order of the saved state dict; the other is ordered by writing ranks.
+                for key in metadata.planner_data or tensors
+                if key.startswith("weight.")
+            }
+        except CheckpointError:
+            raise
+        except Exception as error:  # an unpickler raises anything, and classes may hold anything
             raise CheckpointError(f"{path} is not readable: {error!r}") from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint.")
-        tensors = {
-            key: entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        fragments = {key: list(_fragments(folder, key, tensor, metadata)) for key, tensor in tensors.items()}
-        shapes = {
-            key.removeprefix("weight."): tuple(tensors[key].size)
-            # The planner's table keeps the order of the saved state dict; the other is ordered by writing ranks.
-            for key in metadata.planner_data or tensors
-            if key.startswith("weight.")
-        }
         super().__init__(read_record(checkpoint), folder, shapes, fragments)
 
 
@@ -165,7 +167,7 @@ def _chunk_reader(
                 if file.readinto(memoryview(read.view(torch.uint8).numpy())) != read.nbytes:  # type: ignore[arg-type]
                     raise EOFError("it is too short")
         # The last two come from names of no encoding and later versions of the format.
-        except (OSError, EOFError, BadZipFile, struct.error, ValueError, RuntimeError) as error:
+        except (OSError, EOFError, BadZipFile, struct.error, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path}: a tensor in it is not readable: {error}") from error
         if read is not out:
             out.copy_(read)

@@ -9,7 +9,6 @@ A launcher ends all ranks soon after one exits with an error code, so the ranks 
 together for rank 0's copies. A run that fails does not wait: its folder has the saved files."""
 
 import logging
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,7 +32,6 @@ class Uploads(Callback):
 
     def __init__(self, run: RunFolder, url: str | None) -> None:
         self._run, self._url = run, url
-        self._shown = re.sub(r"(?<=://)[^@/\s]+(?=@)", "***", url or "")  # without a name and a password
         self._thread: threading.Thread | None = None
 
     def claim(self, resume: str | None) -> None:
@@ -48,7 +46,7 @@ class Uploads(Callback):
             return
         if is_taken:
             raise ConfigError(
-                f"infra.upload_to: {self._shown} already holds the copies of a run (run.json). Name another folder or, "
+                f"infra.upload_to: {self._url} already holds the copies of a run (run.json). Name another folder or, "
                 "to continue that run, copy its checkpoints/step-N back and name it in `--resume`."
             )
 
@@ -78,7 +76,7 @@ class Uploads(Callback):
 
     def _begin_end(self) -> None:
         if self._thread is not None:
-            logger.info("uploading the rest to %s; all is saved, so this may be interrupted", self._shown)
+            logger.info("uploading the rest to %s; all is saved, so this may be interrupted", self._url)
             self._begin(is_end=True)
 
     def _begin(self, *, is_end: bool) -> None:
@@ -111,8 +109,7 @@ class Uploads(Callback):
         return self._thread.is_alive()
 
     def _warn(self, error: Exception, then: str) -> None:
-        problem = f"{type(error).__name__}: {error}".replace(str(self._url), self._shown)
-        logger.warning("infra.upload_to=%s: %s. %s", self._shown, problem, then)
+        logger.warning("infra.upload_to=%s: %s: %s. %s", self._url, type(error).__name__, error, then)
 
     def _open(self) -> tuple[Any, str]:
         from fsspec.core import url_to_fs  # late: few runs ask for it
@@ -134,7 +131,7 @@ class Uploads(Callback):
             if last.read_bytes() != content:  # the step was saved again meanwhile: the copy is of both
                 return self._copy(files, root, folder)
             files.pipe_file(mark, content)
-            logger.info("uploaded %s to %s", folder.name, self._shown)
+            logger.info("uploaded %s to %s", folder.name, self._url)
         except (FileNotFoundError, StopIteration):
             if folder.exists():
                 raise

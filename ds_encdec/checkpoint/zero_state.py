@@ -21,6 +21,7 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, Self
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -206,6 +207,8 @@ class _Inert:
 def _load(path: Path) -> Any:
     """Load a file of `torch.save` with mapped tensors, running only torch's own rebuilding of tensors."""
     try:
+        if any(entry.compress_type for entry in ZipFile(path).infolist()):  # a small file could fill the memory
+            raise ValueError("it is compressed, which torch.save never does")
         foreign = get_unsafe_globals_in_checkpoint(path)
         if refused := [name for name in foreign if not name.startswith("deepspeed.") and name != "builtins.getattr"]:
             raise CheckpointError(
@@ -213,7 +216,7 @@ def _load(path: Path) -> Any:
             )
         with safe_globals([(_Inert, name) for name in foreign]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, BadZipFile, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
 
 

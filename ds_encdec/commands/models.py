@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_encdec.base.arguments import COUNT, JSON, Arguments, Verb, flag, value
 from ds_encdec.base.quantities import count
-from ds_encdec.base.terminal import libraries_print_to_stderr, outlive_readers
+from ds_encdec.base.terminal import libraries_print_to_stderr, outlive_readers, print_text
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.models import is_ours
@@ -63,7 +63,7 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
     outlive_readers()  # the exit code is the result
     is_prepared = any(options.path.glob(f"*/{INDEX}"))
     for whole in verified_shards(options.path) if is_prepared else verify_checkpoints(options.path):
-        print(whole, flush=True)
+        print_text(whole)
 
 
 def _settings(defaults: GenerationSettings, *left_out: str, **later: str) -> Arguments:
@@ -99,7 +99,7 @@ def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
 
     text = sys.stdin.read() if options.text == "-" else options.text
     if (shown := generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)) is not None:
-        print(shown)
+        print_text(shown)
 
 
 def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -249,5 +249,6 @@ VERBS = {
             **JSON,
         },
         takes_settings=True,
+        kept="finished predictions",
     ),
 }

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_encdec.base import terminal
 from ds_encdec.base.arguments import CONFIG, CONFIG_FILES, COUNT, JSON, RATE, Arguments, Verb, flag, tokens, value
 from ds_encdec.base.findings import Finding, describe
-from ds_encdec.base.terminal import console, libraries_print_to_stderr, log_to_terminal, outlive_readers, print_marked
-from ds_encdec.base.types import ConfigError, GateError, Preempted
+from ds_encdec.base.types import ConfigError, GateError
 from ds_encdec.config import shipped
 from ds_encdec.config.command_line import config_files, load
 from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder, read_stored_model
@@ -54,7 +54,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         whose = "" if "device" in config.infra.model_fields_set else " (the default)"
         notes.append(f"warning: infra.device=cuda{whose}, and this machine has no GPU: auto would take its CPU")
     named = show(str(options.config))[1:-1] if options.config else "the default configuration"
-    print(*notes, f"{named}: no problems found", sep="\n")
+    terminal.print_text("\n".join([*notes, f"{named}: no problems found"]))
 
 
 def _init_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ def _init_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.commands.model_folders import init_model
 
     for line in init_model(config.model, options.out, seed=options.seed, text=options.check):
-        print(line, flush=True)
+        terminal.print_text(line)
 
 
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -87,7 +87,7 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None
     shown = inspect_run_data(
         config, *run_tokenizer(config), num_examples=options.n, as_json=options.json, with_ids=options.ids
     )
-    print_marked(shown, {r"<extra_id_\d+>": "bold cyan", "(?m)^──.*$": "bold"})
+    terminal.print_marked(shown, {r"<extra_id_\d+>": "bold cyan", "(?m)^──.*$": "bold"})
 
 
 def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -96,16 +96,13 @@ def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = load(options, overrides)
     if config.data.prepared_dir is None:
         raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
-    log_to_terminal(options, logging.INFO)
-    outlive_readers()  # its files matter, not these lines
-    try:
-        from ds_encdec.data.build import prepare_data
-        from ds_encdec.training.run_model import run_tokenizer
+    terminal.log_to_terminal(options, logging.INFO)
+    terminal.outlive_readers()  # its files matter, not these lines
+    from ds_encdec.data.build import prepare_data
+    from ds_encdec.training.run_model import run_tokenizer
 
-        for line in prepare_data(config, *run_tokenizer(config), options.num_proc or len(os.sched_getaffinity(0))):
-            print(line, flush=True)
-    except KeyboardInterrupt:
-        raise Preempted("stopped: finished parts are kept, and the same command continues") from None
+    for line in prepare_data(config, *run_tokenizer(config), options.num_proc or len(os.sched_getaffinity(0))):
+        terminal.print_text(line)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -138,7 +135,7 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = with_given(load(options, overrides), given_fields(overrides))
     plans = [plan_phase(config, phase, options.steps_per_phase) for phase in phases]
     if not options.dry_run:
-        outlive_readers()  # the runs matter, not these lines
+        terminal.outlive_readers()  # the runs matter, not these lines
         run_phases(config, plans, launcher=options.launcher)
         return
     plan = plan_of_phases(plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour)
@@ -170,7 +167,7 @@ def _rates(remark: str = "") -> Arguments:
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     files = config_files(options, overrides)
-    with libraries_print_to_stderr() as stdout:
+    with terminal.libraries_print_to_stderr() as stdout:
         from ds_encdec.commands.doctor import look_at_hosts, look_here
 
         findings, is_printed = look_at_hosts(options.hostfile, files) if options.hostfile else look_here(files)
@@ -180,7 +177,7 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         ]
         print(json.dumps({"passed": all(one.passed for one in findings), "findings": rows}, indent=2), file=stdout)
     elif is_printed:
-        print_marked(describe(findings, console().width), {"(?m)^✓": "green", "(?m)^✗": "bold red"})
+        terminal.print_marked(describe(findings, terminal.console().width), {"(?m)^✓": "green", "(?m)^✗": "bold red"})
     if wrong := list(dict.fromkeys(finding.check for finding in findings if not finding.passed)):
         raise GateError(f"not ready for a run: {', '.join(wrong)}")
 
@@ -191,12 +188,12 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
     from ds_encdec.commands.sanity_check import check_config
     from ds_encdec.monitor.metrics_file import strict_json
 
-    outlive_readers()  # the exit code is the result
-    with libraries_print_to_stderr() as stdout:
+    terminal.outlive_readers()  # the exit code is the result
+    with terminal.libraries_print_to_stderr() as stdout:
 
         def show(finding: Finding) -> None:
             if not options.json:
-                print(describe([finding], column=30), file=stdout, flush=True)
+                terminal.print_text(describe([finding], column=30), file=stdout)
 
         findings, problem = check_config(config, show)
     if options.json:
@@ -243,8 +240,16 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
 
     page, warnings = write_report(options.run_folder, compare=options.compare, out=options.out, png=options.png)
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    print(f"the report is in {page}")
+        terminal.print_text(f"warning: {warning}", file=sys.stderr)
+    terminal.print_text(f"the report is in {page}")
+
+
+def _compare(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.commands.compare import compared
+
+    terminal.outlive_readers()  # the exit code is the result
+    for sentence in compared(*options.runs):
+        terminal.print_text(sentence)
 
 
 _PHASES = ("sanity_check", "validation", "medium", "full")
@@ -303,6 +308,7 @@ VERBS = {
             "--out": value("folder to write (default data.prepared_dir)", Path, metavar="DIR"),
         },
         takes_settings=True,
+        kept="finished parts",
     ),
     "plan": Verb(
         _plan,
@@ -373,5 +379,11 @@ VERBS = {
             "--out": value("folder to write into (default RUN/report, or RUN/report-compared)", Path, metavar="DIR"),
             "--png": flag("also write each chart beside the page as a picture"),
         },
+    ),
+    "compare": Verb(
+        _compare,
+        "report where two runs part: tokens, metrics, settings (exit code 10)",
+        "ds-encdec compare output output2",
+        {"runs": value("the folders of two runs", Path, nargs=2, metavar="RUN")},
     ),
 }

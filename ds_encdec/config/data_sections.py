@@ -4,10 +4,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ds_encdec.config.section_base import Mark, Section, Texts
+from ds_encdec.config.section_base import ADDRESS, Mark, Section, Texts
 from ds_encdec.config.settings import unknown_key
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES
+
+MAX_ROW_BYTES = 1 << 26  # some hundred novels
 
 # Names of data sets that stand for local files.
 LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
@@ -31,7 +33,7 @@ Weights = Annotated[
 class Source(Section):
     """A source of documents."""
 
-    dataset_name: Annotated[str, Mark.TEXTS] = "HuggingFaceFW/fineweb-edu"
+    dataset_name: Annotated[str, Mark.TEXTS, ADDRESS] = "HuggingFaceFW/fineweb-edu"
     """Hub id of a data set; `builtin` (text that every CPython installation has), `builtin_task` (a task made of it),
     `random` (random ids); `text`, `json`, `csv` or `parquet` (local files, see `data_files`); `python:MODULE:FUNCTION`,
     your own reader (docs/library.md)."""
@@ -87,6 +89,9 @@ class DataConfig(Source):
     max_bad_rows: int = Field(default=1000, ge=1)
     """Most rows that `on_bad_row: skip` skips in one pass over the data, of all lanes together; a damaged row group
     counts with all its rows."""
+    max_row_bytes: int = Field(default=MAX_ROW_BYTES, ge=1024)
+    """Most bytes of a row of JSON, CSV or parquet; a longer one is a bad row, and is not read into memory. A JSON array
+    may have 16 times as many."""
     streaming: bool = True
     """Read a data set of the hub as it is needed instead of downloading it first."""
     prepared_dir: Annotated[str | None, Mark.UNTRAINED] = None
@@ -151,7 +156,7 @@ class DataConfig(Source):
     eval_files: Annotated[Texts | None, Mark.TEXTS] = None
     """Paths or patterns of local files to evaluate on, of the kind `eval_dataset_name` or else `dataset_name`; nothing
     is then held out."""
-    eval_dataset_name: Annotated[str | None, Mark.TEXTS] = None
+    eval_dataset_name: Annotated[str | None, Mark.TEXTS, ADDRESS] = None
     """Data set to evaluate on, like `dataset_name`; None: the one that is trained on."""
     eval_dataset_config: Annotated[str | None, Mark.TEXTS] = None
     """Configuration (subset) of the data set to evaluate on; None: `dataset_config` where the data set is the same."""

@@ -23,18 +23,32 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 _OPENING = re.compile(r'\{\s*("(\\.|[^"\\])*"\s*:\s*[\[{]?)?\s*')
 
 
-def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Iterator[dict[str, str] | str]:
+def csv_rows(
+    lines: Iterable[str], path: str, *, is_whole: bool = True, longest: int = sys.maxsize
+) -> Iterator[dict[str, str] | str]:
     """Yield each row below the column names, or a sentence that says why it cannot be read; skip empty lines. `lines`
-    keep their ends, as with `open(newline="")`; `is_whole` is False if they stop within the file. Raises DataError for
-    missing, empty or repeated names, and for a wrong quote, because nothing after one can be trusted."""
+    keep their ends, as with `open(newline="")`, or are parts of lines; `is_whole` is False if they stop within the
+    file. A row of a line of more than `longest` characters is passed over without being kept. Raises DataError for
+    missing, empty or repeated names, for a wrong quote, because nothing after one can be trusted, and for a row of
+    several lines that is too long."""
     csv.field_size_limit(sys.maxsize)
-    rest, row_lines, names = iter(lines), list[str](), list[str]()
+    rest, row_lines, names, too_long_lines = iter(lines), list[str](), list[str](), list[int]()
     head = list(islice(rest, 1))
     # The delimiter that splits the first line into the most fields, of equal ones the first.
     delimiter = max(",;\t|", key=lambda one: len(next(csv.reader(head, delimiter=one), ())))
 
     def recorded() -> Iterator[str]:
+        kept = 0
         for line in chain(head, rest):
+            kept = len(line) + (kept if row_lines else 0)
+            if kept > longest:
+                quotes = line.count('"')
+                while not line.endswith(("\n", "\r")) and (line := next(rest, "")):
+                    quotes += line.count('"')
+                if row_lines or quotes % 2 or not names:
+                    raise csv.Error(f"a row of {too_long(longest)}, maybe because of a quote that is never closed")
+                too_long_lines.append(reader.line_num + 1)
+                line = "\n"
             row_lines.append(line)
             yield line
 
@@ -46,6 +60,8 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
                 _check_names(names, path)
             elif row and (reason := _wrong_csv(row, names, row_lines, delimiter)):
                 yield f"{reason} (line {first_line} of the file)"
+            elif too_long_lines:
+                yield f"{too_long(longest)} (line {too_long_lines.pop()} of the file)"
             elif row:
                 yield dict(zip(names, row, strict=True))
             first_line = reader.line_num + 1
@@ -60,6 +76,11 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
         reason += ". Quotes within a quoted field are written twice; nothing behind this place can be trusted"
         where = f"{path}, line {first_line}" + f" to {reader.line_num}" * (reader.line_num > first_line)
         raise DataError(f"{where}: {reason}") from error
+
+
+def too_long(most: int) -> str:
+    """Return the error of a row of more than `most` bytes."""
+    return f"longer than data.max_row_bytes={most}: raise that where such rows are meant"
 
 
 def _check_names(names: Sequence[str], path: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ds_encdec.base.types import DataError
 
-# Compressed bytes unpacked at once: few, since the best compressors pack thousands of bytes into one.
-_BLOCK_BYTES = 1 << 14
+# Compressed bytes unpacked at once: few, since the best compressors pack twenty thousand bytes into one.
+_BLOCK_BYTES = 1 << 12
 _LOOKED_AT_BYTES = 512
 # A frame that zstd and LZ4 skip, with its size; parallel and seekable compressors write such frames.
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18(.{4})", re.DOTALL)

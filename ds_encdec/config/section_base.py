@@ -7,9 +7,11 @@ from enum import Enum
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, field_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
+
+from ds_encdec.base.terminal import without_url_secrets
 
 
 class Mark(Enum):
@@ -37,16 +39,29 @@ def words(value: Any) -> Any:
     return tuple(map(str.strip, value.split(","))) if isinstance(value, str) and "," in value else one_or_many(value)
 
 
-Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]
+def _without_secrets(value: Any) -> Any:
+    for text in (value,) if isinstance(value, str) else value or ():
+        if (shown := without_url_secrets(text)) != text:
+            raise ValueError(
+                f"{shown} holds a password or key, and a configuration is saved, logged and copied. Take it out of the "
+                "address, and set a variable of the environment: FSSPEC_FTP_PASSWORD, FSSPEC_S3_SECRET, HF_TOKEN "
+                "(docs/checkpoints.md)"
+            )
+    return value
+
+
+# The mark of every field that may hold a URL: no secret gets into a configuration, and so none into what shows one.
+ADDRESS = AfterValidator(_without_secrets)
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...]), ADDRESS]
 Names = Annotated[tuple[str, ...], BeforeValidator(words, json_schema_input_type=str | tuple[str, ...])]
 
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are immutable and never converted from other types."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config |= ConfigDict(defer_build=True, hide_input_in_errors=True)  # which may be a secret
 
     @field_validator("*", mode="before")
     @classmethod

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from ds_encdec.config.data_sections import DataConfig
-from ds_encdec.config.section_base import Mark, Section, words
+from ds_encdec.config.section_base import ADDRESS, Mark, Section, words
 from ds_encdec.config.settings import join
 from ds_encdec.config.training_sections import TrainingConfig
 from ds_encdec.registry.engines import DistributedType
@@ -88,7 +88,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """Which model is trained, and from what it starts."""
 
-    model_name_or_path: str | None = "Qwen/Qwen3-0.6B"
+    model_name_or_path: Annotated[str | None, ADDRESS] = "Qwen/Qwen3-0.6B"
     """Hub id or folder of a decoder of a family in docs/model.md (converted on the fly) or of an encoder-decoder made
     by `ds-encdec init-model` or an export. None with `architecture`."""
     architecture: ArchitectureConfig | None = None
@@ -137,9 +137,9 @@ class InfraConfig(Section):
     False: warn."""
     logging_dir: str = "./logs"
     """Folder of TensorBoard and W&B files; a relative path is inside `output_dir`."""
-    upload_to: str | None = None
+    upload_to: Annotated[str | None, ADDRESS] = None
     """Folder of another file system, such as `s3://bucket/run`, that fsspec copies the outputs to after saves and at
-    the end (docs/checkpoints.md), while training goes on. None: nothing is copied."""
+    the end (docs/checkpoints.md), while training goes on; without a password or key. None: nothing is copied."""
     distributed_type: DistributedType = "deepspeed"
     """Engine."""
     num_gpus: int = Field(default=8, ge=1)
@@ -221,7 +221,8 @@ class MonitorConfig(Section):
     data_wait_threshold: float = Field(default=0.2, gt=0, lt=1)
     """`data_wait`: share of the time that a rank waits for its next batch."""
     on_non_finite: Literal["skip_step", "rollback", "stop"] = "skip_step"
-    """Answer to a loss or gradient norm that is not finite; such a step is always skipped."""
+    """Answer to a loss or gradient norm that is not finite; such a step is always skipped. Also to a state that is not
+    finite, which is never saved, and to such an evaluation (`skip_step`: training goes on)."""
     on_loss_spike: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
     """Answer to `loss_spike`. `skip_step` reads every step's loss before it is made, which waits for the device."""
     on_grad_explosion: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
@@ -239,7 +240,8 @@ class MonitorConfig(Section):
     on_data_wait: Literal["warn", "stop"] = "warn"
     """Answer to `data_wait`; `stop` as for `on_throughput_drop`."""
     rollback_min_steps: int = Field(default=50, ge=1)
-    """Least age in optimizer steps of a checkpoint to go back to: trouble begins before it shows."""
+    """Least age in optimizer steps of a checkpoint to go back to: trouble begins before it shows. It does not
+    apply to a state that is not finite, since every saved one was finite."""
     max_rollbacks: int = Field(default=5, ge=1)
     """Rollbacks of a run; one more alert stops it as diverged (exit code 7)."""
 

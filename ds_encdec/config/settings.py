@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_encdec.base.terminal import is_secret
+from ds_encdec.base.terminal import is_secret, without_url_secrets
 from ds_encdec.base.types import ConfigError
 
 COMMAND_LINE = "command line"  # the place of an override
@@ -148,7 +148,7 @@ class Problem:
 
 def show(value: Any) -> str:
     """Return `value` in the notation of JSON and YAML, cut to one readable line."""
-    return _printable(json.dumps(value, default=str, ensure_ascii=False), 80)
+    return _printable(without_url_secrets(json.dumps(value, default=str, ensure_ascii=False)), 80)
 
 
 def masked(key: str, value: Any) -> Any:

@@ -3,6 +3,7 @@ cannot train. It needs neither torch nor transformers, so estimates and runs rea
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.base.types import CheckpointError
-from ds_encdec.config.yaml.plain_files import read_json
+from ds_encdec.config.yaml.plain_files import open_plain, read_json
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.families import ACTIVATIONS, FAMILIES, OF_OUR_OWN, OWN, ROPE_KINDS, Family, unknown_family
 
@@ -72,6 +73,7 @@ def read_stored_model(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file.parent} has no {file.name}: it is not a Hugging Face model folder") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
+    require_recorded_code(file.parent, stored)
     family = OWN if stored.get("model_type") == OF_OUR_OWN else FAMILIES.get(str(stored.get("model_type")))
     if family is None:
         raise CheckpointError(f"{file}: {unknown_family(stored)}")
@@ -103,6 +105,25 @@ def read_stored_model(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: {error}") from None
     others = {name: value for name, value in stored.items() if name not in ("rope_scaling", "rope_theta")}
     return others | layer | rope
+
+
+def require_recorded_code(folder: Path, stored: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the code files in `folder` have the SHA-256 that its `config.json`, which holds the
+    fields `stored`, records. Downloads without them pass. No code from the folder is run here, but by transformers."""
+    recorded = stored.get("code_sha256")
+    for name, sha256 in recorded.items() if isinstance(recorded, dict) else ():
+        try:
+            with open_plain(folder / name) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
+                    continue
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{folder / name}: its SHA-256 is not the one in config.json, so the model's code was changed or damaged "
+            "after the export. Export the checkpoint again, or take the folder anew from where you have it"
+        )
 
 
 def _unsupported(stored: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ from ds_encdec.data.examples.protocol import ExampleMaker
 from ds_encdec.data.examples.sft import PairMaker
 from ds_encdec.data.fingerprint import fingerprint, numbered, require_same
 from ds_encdec.data.lane import LanePipeline
-from ds_encdec.data.loader import LaneLoader
+from ds_encdec.data.loader import LaneLoader, known
 from ds_encdec.data.sources.local_files import expand_files
 from ds_encdec.data.sources.prepared import PreparedSource, made_from, prepare_source, prepared_folder
 from ds_encdec.data.sources.sources import (
@@ -130,7 +130,7 @@ def _evaluated(
     """Return two cached functions: of this rank's batches, and of the examples of `own` (or the held-out ones)."""
     training = config.training
     facts, wanted = fingerprint(config, pipeline, own), training.eval_samples
-    find = cache(partial(evaluation_examples, pipeline, wanted, facts, cache_folder, own))
+    find = cache(lambda: known(evaluation_examples(pipeline, wanted, facts, cache_folder, own), pipeline))
     if cache_folder and wanted:
         find()
     budgets = token_budgets(config.data, training.per_device_eval_batch_size, ratio)
@@ -219,6 +219,7 @@ class Opener:
             "vocabulary": self.maker.vocabulary,
             "num_lanes": num_lanes,
             "streaming": data.streaming,
+            "limit": data.max_row_bytes,
             "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
         }
         return resolve_name(kind.reader)(**{name: offered[name] for name in kind.needs})

@@ -13,20 +13,24 @@ number of workers. The saved state is that of the returned micro-batches, howeve
 
 import atexit
 import dataclasses
+import hashlib
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 import torch
 
-from ds_encdec.base.types import IGNORE_INDEX, Batch, CheckpointError, Example, RowCounts
+from ds_encdec.base.types import IGNORE_INDEX, Batch, CheckpointError, DataError, Example, RowCounts
 from ds_encdec.config.shares import per_rank
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.lane import LanePipeline, lane_batches
 from ds_encdec.data.workers import Worker
 from ds_encdec.registry.objectives import TASKS
 
+# What the model sees of a micro-batch, and so its digest.
+_SEEN = ("encoder_ids", "decoder_input_ids", "labels", "encoder_cu_seqlens", "decoder_cu_seqlens")
 READY_BATCHES_PER_LANE = 2  # that a worker prepares in advance
 _LESS = (
     "lower data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
@@ -56,15 +60,13 @@ class LaneLoader:
             self._start()
         taken = [next(self._running[lane]) for lane in self.lanes]
         self._records = {lane: record for lane, (_, record) in zip(self.lanes, taken, strict=True)}
-        budgets, start_id = self._pipeline.budgets, self._pipeline.maker.vocabulary.start_id
-        return [
-            dataclasses.replace(
-                collate(examples, budgets, start_id, pin_memory=self._pin_memory),
-                lane=record["lane"],
-                number=record["batches"],
-            )
-            for examples, record in taken
-        ]
+        return [self._collated(*one) for one in taken]
+
+    def _collated(self, examples: list[Example], record: dict[str, Any]) -> Batch:
+        lane, budgets, start_id = record["lane"], self._pipeline.budgets, self._pipeline.maker.vocabulary.start_id
+        examples = known(examples, self._pipeline, f" (lane {lane})")
+        batch = collate(examples, budgets, start_id, pin_memory=self._pin_memory)
+        return dataclasses.replace(batch, lane=lane, number=record["batches"], digest=token_digest(batch, lane))
 
     def _start(self) -> None:
         if not self._num_workers:
@@ -127,6 +129,30 @@ def count_rows(records: Iterable[Mapping[str, Any]]) -> RowCounts:
         )
         for record in records
     )
+
+
+def known(examples: list[Example], pipeline: LanePipeline, lane: str = "") -> list[Example]:
+    """Return `examples`. Raises DataError, which names the document, for an id that the tokenizer does not have: in the
+    model it would be an error of an index, and on a GPU one of the device."""
+    data, vocab_size = pipeline.data, pipeline.maker.vocabulary.vocab_size
+    ids = [piece for one in examples for piece in (one.encoder_ids, one.decoder_ids)]
+    flat = np.concatenate([np.zeros(1, dtype=np.int64), *ids])
+    if flat.min() >= 0 and flat.max() < vocab_size:
+        return examples
+    wrong = flat[(flat < 0) | (flat >= vocab_size)][0]
+    document = next(one.document for one in examples if wrong in one.encoder_ids or wrong in one.decoder_ids)
+    field = "prepared_dir" if data.prepared_dir else "mixture" if data.mixture else "dataset_name"
+    raise DataError(
+        f"data.{field}: document {document}{lane} has the token id {wrong}, but the tokenizer's are 0 to "
+        f"{vocab_size - 1}. Mend what gives such ids; if the data is prepared, delete it and run `ds-encdec prepare`"
+    )
+
+
+def token_digest(batch: Batch, lane: int) -> int:
+    """Return 48 bits of the lane, and of its ids, labels and boundaries in their order. The CRC is fast, and misses no
+    wrong id; the hash keeps sums from being equal, such as those of lanes that were exchanged."""
+    crc = reduce(lambda crc, name: zlib.crc32(memoryview(getattr(batch, name).numpy()), crc), _SEEN, 0)
+    return int.from_bytes(hashlib.blake2b(f"{lane} {crc}".encode(), digest_size=6).digest(), "little")
 
 
 def collate(examples: Sequence[Example], budgets: Budgets, start_id: int, *, pin_memory: bool = False) -> Batch:

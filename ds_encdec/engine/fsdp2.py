@@ -32,11 +32,11 @@ from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSav
 from ds_encdec.engine.sharded_engine import (
     Shard,
     ShardedEngine,
-    StagingArea,
     compute_dtype,
     local_part,
     prepare_for_training,
 )
+from ds_encdec.engine.staging import StagingArea, first_non_finite
 from ds_encdec.engine.user_code import kept_state
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
@@ -134,10 +134,13 @@ class FSDP2Engine(ShardedEngine):
         # If there are host copies, a save at once goes through them, too: DCP keeps its copies from a GPU until its
         # file is closed. Host memory may run out on one rank alone.
         own = {key: tensors[key] for key in mine}
-        tensors |= self._collectives.on_every_rank(lambda: self._area.take_all(own, copy=copy))[1]
-        num_bytes = sum(tensors[key].to_local().nbytes for key in mine)
+        staged = self._collectives.on_every_rank(lambda: self._area.take_all(own, copy=copy))[1]
+        tensors |= staged
+        local = {tuple(key.split(".", 1)): local_part(tensor) for key, tensor in staged.items()}
+        num_bytes = sum(tensor.nbytes for tensor in local.values())
+        named = [(kind, [Piece(name, 0, part.numel())], part) for (kind, name), part in local.items()]
         write = partial(_write, tensors, frozenset(mine), self._record(self._applied_steps), directory, self._writers)
-        return StagedSave(num_bytes, write)
+        return StagedSave(num_bytes, partial(first_non_finite, named), write)
 
     def _iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         dtype, quantized = compute_dtype(self._training), quantized_matrices(self.model)

@@ -24,11 +24,13 @@ Veto = Callable[["torch.Tensor"], bool]
 
 @dataclass(frozen=True, slots=True)
 class StagedSave:
-    """One rank's part of a checkpoint: `num_bytes`, about the size of its files, and `write`, which writes and returns
-    them, unflushed, and raises OSError if the disk refuses. Every rank calls `write` once, maybe from a background
-    thread while training goes on, so it uses no collective of the training's groups. One rank returns each file."""
+    """One rank's part of a checkpoint: `num_bytes`, about the size of its files; `first_non_finite`, which returns in
+    words an element that is NaN or infinite, or None; and `write`, which writes and returns the files, unflushed, and
+    raises OSError if the disk refuses. Every rank calls both once, maybe from a background thread while training goes
+    on, so they use no collective of the training's groups. One rank returns each file."""
 
     num_bytes: int
+    first_non_finite: Callable[[], str | None]
     write: Callable[[], list[Path]]
 
 

@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from ds_encdec.base.terminal import print_text
 from ds_encdec.base.types import IGNORE_INDEX, CheckpointError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.data.examples.sft import ChatTemplate
@@ -212,7 +213,7 @@ def generate_text(
     model = open_model(folder, choose_device("auto", discover(os.environ)))
     continues = not raw and not _SENTINEL.search(text)
     if stream and continues:
-        print(text, end="", flush=True)
+        print_text(text, end="")
     encoder_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if model.config.mode_token_ids:  # it was trained with them before each input
         has_spans = _SENTINEL.search(text) is not None
@@ -258,6 +259,9 @@ class _Streamer(TextStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerFast, before: list[int]) -> None:
         super().__init__(tokenizer, skip_prompt=True)
         self.token_cache, self.print_len = [*before], len(tokenizer.decode(before))  # as if printed
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        print_text(text, "\n" if stream_end else "")
 
     def put(self, value: Tensor) -> None:
         if self.next_tokens_are_prompt or text_of(self.tokenizer, value.tolist()):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.base.types import CheckpointError
+from ds_encdec.config.stored_model import require_recorded_code
 from ds_encdec.config.yaml.plain_files import read_json
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def is_ours(folder: Path) -> bool:
         raise CheckpointError(
             f"--model: {folder} is a {kind}, which is no encoder-decoder; ds-encdec init-model makes one of a decoder"
         )
+    require_recorded_code(folder, stored)
     return bool(kind == "qwen3_seq2seq")
 
 

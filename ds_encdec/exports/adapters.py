@@ -22,6 +22,7 @@ from ds_encdec.model.depth import form_settings
 from ds_encdec.model.lora import merged_weights, peft_fields
 from ds_encdec.model.parameter_count import is_adapter
 from ds_encdec.model.source import Base, base_model
+from ds_encdec.model.weights import refuse_non_finite
 from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
 
 BASE_RECORD = "base.json"
@@ -104,6 +105,8 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
     tensors = {
         f"base_model.model.{name}": saved_weights(saved)(name).contiguous() for name in filter(is_adapter, saved.shapes)
     }
+    for name, tensor in tensors.items():
+        refuse_non_finite(name, tensor)
     if base is not None:
         # Raises unless it is their base.
         opened_base(path, config.model.model_copy(update={"model_name_or_path": base}), "--base")

@@ -20,8 +20,8 @@ from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.config.schema import TrainingConfig, load_saved
 from ds_encdec.exports.adapters import trained_weights
 from ds_encdec.exports.model_card import model_card
+from ds_encdec.exports.model_code import write_code
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.model import configuration
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import form_of
 from ds_encdec.model.parameter_count import parameter_shapes
@@ -30,10 +30,6 @@ from ds_encdec.model.weights import write_safetensors_folder
 from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
 
 logger = logging.getLogger(__name__)
-
-# Modules copied into the folder. They import each other relatively, and nothing else of ds_encdec.
-ENCODER_CODE = ("cross_attention", "configuration", "precision", "attention_kernels", "attention", "encoder")
-CODE = (*ENCODER_CODE, "loss_kernel", "loss", "modeling")
 
 AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
 ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "encoder.Qwen3EncoderModel"}
@@ -71,6 +67,7 @@ def export_hf(
                 **config.to_dict(),
                 "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
                 "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
+                "code_sha256": write_code(unfinished, encoder_only=is_encoder),
                 "dtype": str(dtype).removeprefix("torch."),
             },
         )
@@ -82,8 +79,6 @@ def export_hf(
                 eos_token_id=config.eos_token_id,
                 decoder_start_token_id=config.decoder_start_token_id,
             ).save_pretrained(unfinished)
-        for module in ENCODER_CODE if is_encoder else CODE:
-            shutil.copyfile(Path(configuration.__file__).with_name(f"{module}.py"), unfinished / f"{module}.py")
         if tokenizer is not None:
             write_tokenizer(tokenizer, unfinished)
         (unfinished / "README.md").write_text(card)
@@ -160,18 +155,21 @@ def _export_mean(
 
     newest = checkpoints[-1]
     config = Qwen3Seq2SeqConfig.from_pretrained(newest / "model")
-    saved = Checkpoint(newest, read_manifest(newest))
+    manifest = read_manifest(newest)
+    saved = Checkpoint(newest, manifest)
     run = load_saved(newest / "config.yaml")
     data = saved.read_json("trainer.json").get("data")
     forms = data.get("input_forms") if isinstance(data, dict) else None  # not every checkpoint records them
     made = Qwen3EncoderConfig.of(config) if encoder_only else config
+    trained_by = {"code": manifest.code, "commit": manifest.commit}
+    known_forms = forms if isinstance(forms, list) else ()
     export_hf(
         _of_encoder(mean, config) if encoder_only else mean,
         made,
         pretrained_tokenizer(str(newest / "model"), field=field),
         out,
         dtype=dtype,
-        card=model_card(run, made, saved.training_state(), described, forms=forms if isinstance(forms, list) else ()),
+        card=model_card(run, made, saved.training_state(), described, trained_by, forms=known_forms),
         longest_text=run.data.max_encoder_length,
         replace=replace,
     )

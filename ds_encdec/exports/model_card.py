@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from ds_encdec.base.foreign_places import range_of
 from ds_encdec.base.types import TrainingState
 from ds_encdec.config.schema import DataConfig, FullConfig
+from ds_encdec.exports.model_code import Origin, code_row, sums_text
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import FORMS, POSITIONS
 from ds_encdec.registry.denoisers import DENOISERS
@@ -33,11 +34,17 @@ def _cross_attention(made: Qwen3Seq2SeqConfig) -> dict[str, str]:
 
 
 def model_card(
-    config: FullConfig, made: Qwen3Seq2SeqConfig, state: TrainingState, weights: str, *, forms: Sequence[str] = ()
+    config: FullConfig,
+    made: Qwen3Seq2SeqConfig,
+    state: TrainingState,
+    weights: str,
+    trained_by: Origin,
+    *,
+    forms: Sequence[str] = (),
 ) -> str:
     """Return the card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder or, as `made` says, of
-    its encoder. `weights`: their origin in words. `forms`: of the fine-tuning inputs, if known (`objectives.TEMPLATES`,
-    `CHAT`)."""
+    its encoder. `weights`: their origin in words. `trained_by`: the code that saved them. `forms`: of the fine-tuning
+    inputs, if known (`objectives.TEMPLATES`, `CHAT`)."""
     encoder_only = isinstance(made, Qwen3EncoderConfig)
     model, data, training = config.model, config.data, config.training
     names = [
@@ -67,6 +74,7 @@ def model_card(
         "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
         "Precision": "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
         "Seed": str(training.seed),
+        "Code of ds_encdec": code_row(trained_by),
     }
     return _card(rows, config, encoder_only, is_chat=[*forms] == [CHAT])
 
@@ -109,6 +117,7 @@ def _card(
             objective=objective,
             is_chat=is_chat,
             prompt=json.dumps(prompt, ensure_ascii=False),
+            sums=sums_text(encoder_only=encoder_only),
         )
     )
 

@@ -23,7 +23,7 @@ import psutil
 import torch.distributed as dist
 
 from ds_encdec.base.plugins import whose_fault
-from ds_encdec.base.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
+from ds_encdec.base.types import DsEncDecError, HangError, Interrupted, LostRankError, OutOfMemoryError, Preempted
 from ds_encdec.launch.agreement import spans
 from ds_encdec.launch.disk import atomic_file, unused_path
 from ds_encdec.launch.host import machine
@@ -275,6 +275,8 @@ def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> 
     """Return the error as a DsEncDecError with an exit code; with `peers`, the one for a lost rank, if any."""
     if isinstance(error, DsEncDecError) and type(error) is not DsEncDecError:
         return error
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("stopped by a second Ctrl-C, without a checkpoint")
     if is_out_of_memory(error):
         return OutOfMemoryError(
             f"{out_of_memory(error, rank)} A GPU needs less with training.activation_checkpointing=full, "

@@ -34,6 +34,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # The reason of a run that its stop file ended. `scripts/supervise.sh` does not start such a run again.
 BY_FILE = "ds-encdec stop"
+# Set in a standby that is a rank: the number of the process that the launcher knows (standby.py).
+SHELL = "DS_ENCDEC_SHELL"
 # Within this time two SIGINTs are one Ctrl-C: from the terminal, and from a launcher that passes it on.
 SAME_CTRL_C_SECONDS = 2.0
 
@@ -103,7 +105,7 @@ class StopRequest:
         self._met = not self.whole_process
         self._stop_file: Path | None = None
         self._before_end: Callable[[str], None] = lambda why: None
-        self._launchers = [] if self.world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
+        self._launchers = [] if self.world.launcher == SINGLE_PROCESS else launchers_above(process_of_launcher())
         self._signalled_at = self._look_at = 0.0
         self._interrupted = self.has_seen = False
         self._arrivals, self._noted = socket.socketpair()
@@ -232,6 +234,11 @@ def end_process(exit_code: int) -> NoReturn:
             with suppress(psutil.Error):  # gone meanwhile
                 child.kill()
     os._exit(exit_code)
+
+
+def process_of_launcher() -> int:
+    """Return the number of the process that this rank's launcher has started: this one, or its shell (standby.py)."""
+    return int(os.environ.get(SHELL, os.getpid()))
 
 
 def launchers_above(pid: int) -> list[psutil.Process]:

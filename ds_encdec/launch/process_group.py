@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from ds_encdec.base.terminal import take_over
 from ds_encdec.base.types import ConfigError
-from ds_encdec.launch.agreement import digest, merge_rank_facts, shared_settings, versions
+from ds_encdec.launch.agreement import merge_rank_facts, shared_settings, versions
 from ds_encdec.launch.disk import build_folder
 from ds_encdec.launch.host import gloo_interface, machine, no_gpu, own_address_towards
 from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.launch.rendezvous import Rendezvous
+from ds_encdec.launch.run_folder import code_hash
 from ds_encdec.launch.world import World
 from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName
 
@@ -144,8 +145,6 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
         properties = torch.cuda.get_device_properties(device)
         uuid = str(properties.uuid)
         noted |= {"GPU": properties.name, "GPU memory": f"{round(properties.total_memory / 2**30)} GiB"}
-    package = Path(__file__).parents[1]
-    code = {str(file.relative_to(package)): file.read_text(errors="replace") for file in package.rglob("*.py")}
     return {
         "machine": machine(),
         "address": own_address_towards(world.master_addr),
@@ -156,7 +155,7 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
             "WORLD_SIZE": world.world_size,
             "engine": engine,
             "device": device.type,
-            "code of ds_encdec": digest(code),  # so uncommitted changes differ, too
+            "code of ds_encdec": code_hash(Path(__file__).parents[1]),
             **release_series,
             **shared,
         },

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import torch.distributed as dist
@@ -245,15 +246,32 @@ def _within(seconds: float) -> str:
 
 
 def _tcp_store(world: World, port: int, seconds: float, *, keeps: bool) -> dist.TCPStore:
+    host = "127.0.0.1" if keeps else world.master_addr
+    if listener := _own_listener(world, port) if keeps else None:
+        host, port = listener.getsockname()[:2]
     return dist.TCPStore(
-        "127.0.0.1" if keeps else world.master_addr,
+        host,
         port,
         world.world_size,
         is_master=keeps,
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def _own_listener(world: World, port: int) -> socket.socket | None:
+    """Return a socket that listens where the other ranks look for rank 0: torch's store would listen on every network.
+    None where they may reach this host by another address: by a name, or by one that is this host's own alone."""
+    with suppress(ValueError):
+        if not (world.counts_nodes and world.num_nodes == 1) and ip_address(world.master_addr).is_loopback:
+            return None
+        with suppress(OSError):  # another host's address, or a port in use, which the store reports
+            for family, *_, place in socket.getaddrinfo(world.master_addr, port, type=socket.SOCK_STREAM):
+                with suppress(OSError):
+                    return socket.create_server(place[:2], family=family, backlog=socket.SOMAXCONN)
+    return None
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -15,17 +16,19 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
-from ds_encdec.base.terminal import SECRET
+from ds_encdec.base.terminal import SECRET, without_url_secrets
 from ds_encdec.base.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
 from ds_encdec.launch.disk import NO_SPACE, cpu_line, installed_versions, write_atomically
 from ds_encdec.launch.preemption import BY_FILE
 from ds_encdec.launch.world import World
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 _REASON_ON_A_FULL_DISK = 1000  # characters that keep `run.json` within the block that it has
 
 
@@ -117,7 +120,7 @@ class RunFolder:
                 **previous,
                 **facts,
                 "state": state,
-                "reason": reason,
+                "reason": without_url_secrets(reason),
                 "exit_code": exit_code,
                 "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
@@ -207,7 +210,8 @@ def start_facts(world: World) -> dict[str, Any]:
         "world_size": world.world_size,
         "launcher": world.launcher,
         "command": masked(sys.argv),
-        **git_state(Path(__file__).resolve().parent),
+        **git_state(_PACKAGE),
+        "code": code_hash(),
         "host": socket.gethostname(),
         "device": cpu,
         "cpu": f"{os.cpu_count()} × {cpu}",
@@ -242,6 +246,22 @@ def masked(words: Sequence[str]) -> str:
     return shlex.join([*words[:1], *itertools.starmap(shown, itertools.pairwise(words))])
 
 
+@cache
+def code_hash(package: Path = _PACKAGE) -> str:
+    """Return the SHA-256 of the names and texts of all Python files of ds_encdec, in which uncommitted changes count,
+    too. They are read once: a file that is edited during a run is not the code that runs."""
+    texts = {str(file.relative_to(package)): file.read_text(errors="replace") for file in package.rglob("*.py")}
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def code_facts() -> dict[str, Any]:
+    """Return the `code_hash` as `code`, and the `commit` (with `-dirty` if tracked files have changed) or None."""
+    git = git_state(_PACKAGE)
+    return {"code": code_hash(), "commit": git["git_commit"] + "-dirty" * git["git_dirty"] if git else None}
+
+
+@cache
 def git_state(folder: Path) -> dict[str, Any]:
     """Return the `git_commit` that tracks `folder`, and `git_dirty` if tracked files have changed; {} if none does."""
     git = ("git", "-C", str(folder))

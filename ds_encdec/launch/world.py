@@ -19,7 +19,8 @@ DEFAULT_PORT = "29500"  # the port of the rendezvous if none is set; torchrun an
 @dataclass(frozen=True, slots=True)
 class World:
     """A process's place in the run: `rank` counts over all nodes, `local_rank` on this node. Ranks meet at
-    `master_addr` and `master_port`. `launcher`: the name of the matching row of `LAUNCHERS`, or `SINGLE_PROCESS`."""
+    `master_addr` and `master_port`. `launcher`: the name of the matching row of `LAUNCHERS`, or `SINGLE_PROCESS`.
+    `counts_nodes`: it has given their number, which is 1 otherwise."""
 
     rank: int = 0
     local_rank: int = 0
@@ -30,6 +31,7 @@ class World:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     launcher: str = SINGLE_PROCESS
+    counts_nodes: bool = field(default=False, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -259,8 +261,8 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
         )
     ranks, here = fields["world_size"], fields.get("local_world_size", fields["world_size"])
     nodes = {"num_nodes": -(-ranks // max(here, 1)), "node_rank": fields["rank"] // max(here, 1)}
-    world = World(**{"local_world_size": here, **nodes, **fields}, launcher=launcher.name)
     counts_nodes = not fields.keys().isdisjoint(("num_nodes", "local_world_size"))
+    world = World(**{"local_world_size": here, **nodes, **fields}, launcher=launcher.name, counts_nodes=counts_nodes)
     is_whole = world.local_world_size == world.world_size and world.local_rank == world.rank
     for holds, contradicting in (
         (0 <= world.rank < world.world_size, ("rank", "world_size")),

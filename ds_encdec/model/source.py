@@ -72,7 +72,7 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
             asks_for_modes = bool(vocabulary.mode_token_ids)
             lacks = untrained_rows(str(section.model_name_or_path), stored, asks_for_modes=asks_for_modes)
             raise ConfigError(f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {lacks}")
-        fields = {name: stored[name] for name in stored.keys() - {"auto_map", "architectures", "dtype"}}
+        fields = {name: stored[name] for name in stored.keys() - {"auto_map", "architectures", "dtype", "code_sha256"}}
         origin = "the encoder-decoder"
     try:
         config = _config(section, fields, vocabulary)

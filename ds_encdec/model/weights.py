@@ -6,6 +6,7 @@ trained ones, dimension by dimension. Folders are read and written one tensor at
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from itertools import accumulate, pairwise
@@ -41,6 +42,20 @@ def keyed_seed(seed: int, name: str) -> int:
 def keyed_generator(seed: int, name: str) -> torch.Generator:
     """Return a CPU generator seeded with `keyed_seed`."""
     return torch.Generator().manual_seed(keyed_seed(seed, name))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no element is NaN or infinite, by one pass that allocates nothing; a sum could overflow."""
+    return tensor.numel() == 0 or all(map(math.isfinite, torch.stack(torch.aminmax(tensor)).tolist()))
+
+
+def refuse_non_finite(name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError unless the parameter `name` is finite in the dtype in which it is to be written."""
+    if not is_finite(tensor):
+        raise CheckpointError(
+            f"{name} is not written: it has elements that are NaN, infinite, or too large for {tensor.dtype}. Take an "
+            "earlier checkpoint, or --dtype float32."
+        )
 
 
 def random_weights(config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
@@ -253,6 +268,7 @@ def write_safetensors_folder(
                 tensor = weights(name).detach().to(dtype).contiguous()
                 if tuple(tensor.shape) != tuple(shapes[name]):
                     raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, but the model has {shapes[name]}.")
+                refuse_non_finite(name, tensor)
                 file.write(tensor.view(torch.uint8).numpy().data)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

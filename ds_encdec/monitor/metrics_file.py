@@ -21,12 +21,16 @@ logger = logging.getLogger(__name__)
 
 # Alerts about the training itself: raised by `TrainingMonitor`, saved with its windows.
 TRAINING_ALERTS = ("non_finite", "loss_spike", "grad_explosion", "loss_plateau", "learning_rate_off")
+# Alerts that the loop finds in the run's state, and the alert whose answer each has.
+STATE_ALERTS = {"non_finite_state": "non_finite", "non_finite_evaluation": "non_finite"}
+# Those of them that no checkpoint can have: a rollback takes the newest, at whatever age.
+JUDGED_AT_SAVES = ("non_finite_state",)
 # Alerts about the machines of the run: raised by `MachineWatch`.
 MACHINE_ALERTS = ("throughput_drop", "straggler", "memory_growth", "data_wait")
 # Logging intervals in a row with the same fault (but for memory) that make an alert: one is noise.
 PERSISTENT_INTERVALS = 3
 
-Kind = Literal["start", "alert", "rollback", "no_rollback", "early_stop", "stop"]
+Kind = Literal["start", "tokens", "alert", "rollback", "no_rollback", "early_stop", "stop"]
 
 
 class StepLines(NamedTuple):
@@ -120,9 +124,14 @@ def make_alert(kind: str, step: int, value: float, threshold: float, message: st
     return {"type": kind, "step": step, "value": value, "threshold": threshold, "message": f"step {step}: {message}"}
 
 
+def answer_field(alert_type: str) -> str:
+    """Return the name of the field of `MonitorConfig` that has the answer to an alert."""
+    return f"on_{STATE_ALERTS.get(alert_type, alert_type)}"
+
+
 def answer(alert_type: str, settings: MonitorConfig) -> str:
     """Return the configured action: `warn`, `skip_step`, `rollback` or `stop`."""
-    return str(getattr(settings, f"on_{alert_type}"))
+    return str(getattr(settings, answer_field(alert_type)))
 
 
 class EventLog:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -114,12 +114,16 @@ class TrainingMonitor:
         alerts += self._judge_learning_rate(step, learning_rate, update_index=step - applied)
         self.history.append(Observation(step, loss, grad_norm, learning_rate, tokens_per_second, applied))
         self.steps += 1
+        self.keep(alerts)
+        return alerts
+
+    def keep(self, alerts: Sequence[dict[str, Any]]) -> None:
+        """Add new alerts to those of the run."""
         for alert in alerts:
             same = [earlier for earlier in self.alerts if earlier["type"] == alert["type"]]
             if len(same) >= MAX_ALERTS_OF_A_TYPE:
                 self.alerts.remove(same[0])
             self.alerts.append(alert)
-        return alerts
 
     def refuses(self, loss: float, grad_norm: float) -> set[str]:
         """Return the types of alert that `update` would raise for these two by themselves. Records nothing."""

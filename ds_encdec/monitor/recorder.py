@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
@@ -20,9 +20,10 @@ from ds_encdec.monitor.machine import (
     performance_metrics,
 )
 from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, train_metrics
-from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer
+from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer, make_alert
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import Sample, Sink
+from ds_encdec.monitor.token_digests import TokenDigests
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ class Recorder:
     gathered from all ranks first, so that all take the same actions. `state` is the run's when it starts.
     `batch_flops`: model FLOPs, forward and backward without recomputation, of one micro-batch. `peak_flops`: of one
     device, in FLOP/s; None if unknown. `sinks` is empty and `events` writes nothing except on rank 0.
-    `estimated_bytes`: the estimate of the largest `mem/peak_bytes`. The loop reports waits and pauses to `clock`, and
-    saves to `machine`."""
+    `estimated_bytes`: the estimate of the largest `mem/peak_bytes`. The loop reports waits and pauses to `clock`, saves
+    to `machine`, and token ids to `tokens`."""
 
     device: torch.device
     collectives: HostCollectives
@@ -67,6 +68,7 @@ class Recorder:
     def __post_init__(self, state: TrainingState) -> None:
         self.clock = IntervalClock()
         self.machine = MachineWatch(self.settings)
+        self.tokens = TokenDigests()
         self._steps = StepAccumulator(self.device)
         self.last_loss: float | None = None  # of the last judged step that had targets, over all ranks
         self._flops, self._last = 0.0, state
@@ -104,6 +106,13 @@ class Recorder:
         """Judge the steps that have not been judged yet. A collective."""
         return self._answer(self._judge_steps())
 
+    def alert(self, state: TrainingState, kind: str, value: float, threshold: float, message: str) -> Actions:
+        """Record an alert that the loop has found in `state`, the same on every rank, and return its answer. `kind` is
+        one of `STATE_ALERTS`; the other arguments are those of `make_alert`."""
+        alert = make_alert(kind, state.global_step, value, threshold, message)
+        self.monitor.keep([alert])
+        return self._answer([(alert, state.data_step)])
+
     def log(self, state: TrainingState, rows: RowCounts = NO_ROWS) -> tuple[Actions, RowCounts]:
         """Close the interval: judge the rest of it and the machine, and publish. A collective. `rows`: the rows that
         this rank's lanes have passed over; returns those of all ranks too."""
@@ -112,7 +121,9 @@ class Recorder:
         timed = records[self._restored_steps :]
         self._judged_steps = self._restored_steps = 0
         stats = measure_rank_stats(self.device, self.clock.lap(), self._held_bytes)
-        rank_stats, everyones_rows = zip(*self.collectives.gather((stats, rows)), strict=True)
+        of_ranks = self.collectives.gather((stats, rows, self.tokens.lanes))
+        rank_stats, everyones_rows, everyones_digests = zip(*of_ranks, strict=True)
+        self.record_tokens(state, everyones_digests)
         rows = RowCounts.summed(everyones_rows)
         bad_rows, long_rows = max(rows.bad, default=0), max(rows.long, default=0)
         performance = performance_metrics(
@@ -151,6 +162,12 @@ class Recorder:
         self._last = replace(self._last, bad_rows=bad_rows, long_rows=long_rows)
         return actions, rows
 
+    def record_tokens(self, state: TrainingState, everyones: Iterable[Mapping[int, int]] = ()) -> None:
+        """Write the digests of the steps since the last such entry, if any. `everyones`: each rank's `tokens.lanes`,
+        which rank 0 alone needs."""
+        if facts := self.tokens.take(everyones):
+            self.events.write("tokens", step=state.global_step, **facts)
+
     def log_save(self, *, blocked_seconds: float, seconds: float) -> None:
         """Put the pause of training for a checkpoint and its whole time into the next line of metrics."""
         self._once |= {"ckpt/blocked_s": blocked_seconds, "ckpt/total_s": seconds}
@@ -182,6 +199,7 @@ class Recorder:
     def close(self, exit_code: int, reason: str = "") -> None:
         """Record why the run stopped early, log the number of rows left out, and close the sinks."""
         last = self._last
+        self.record_tokens(last)
         if exit_code:
             step, data_step = last.global_step, last.data_step
             self.events.write("stop", step=step, data_step=data_step, exit_code=exit_code, message=reason)

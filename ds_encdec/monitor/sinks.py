@@ -209,7 +209,7 @@ class ConsoleSink(Sink):
         elif parts or eta:
             text = " | ".join(filter(None, [f"step {step}/{self._total_steps}", *parts, eta]))
             line = terminal.stamped(text) if self._live is None else text
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(terminal.printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def go_back(self, step: int, rollback: int) -> None:
         self._step = step

@@ -10,8 +10,8 @@ from ds_encdec.base.plugins import PYTHON
 @dataclass(frozen=True, slots=True)
 class SourceKind:
     """The reader of one kind of data sets. `reader`: the dotted name of a function that returns a source. `needs`: its
-    keyword arguments, of those of `data.build.Opener.open`. `endings`: of such files, mistaken for the kind's name.
-    `has_columns`: its rows can be read whole, column by column."""
+    keyword arguments, of those of `data.build.Opener.open` (`limit`: most bytes of a row). `endings`: of such files,
+    mistaken for the kind's name. `has_columns`: its rows can be read whole, column by column."""
 
     reader: str
     needs: tuple[str, ...] = ()
@@ -24,17 +24,16 @@ class SourceKind:
         return "files" in self.needs
 
 
+_ROWS = ("files", "text_column", "limit")
 # The rows by the value of `data.dataset_name`.
 LOCAL_SOURCES: dict[str, SourceKind] = {
     "builtin": SourceKind("ds_encdec.data.sources.builtin_corpus:BuiltinCorpus", has_columns=False),
     "builtin_task": SourceKind("ds_encdec.data.sources.builtin_corpus:BuiltinTask"),
     "random": SourceKind("ds_encdec.data.sources.builtin_corpus:RandomIds", ("seed", "vocabulary"), has_columns=False),
     "text": SourceKind("ds_encdec.data.sources.local_files:TextFiles", ("files",), ("txt",), has_columns=False),
-    "json": SourceKind("ds_encdec.data.sources.local_files:JsonLines", ("files", "text_column"), ("jsonl", "ndjson")),
-    "csv": SourceKind("ds_encdec.data.sources.local_files:CsvFiles", ("files", "text_column"), ("tsv",)),
-    "parquet": SourceKind(
-        "ds_encdec.data.sources.tables:ParquetFiles", ("files", "text_column", "num_lanes", "columns")
-    ),
+    "json": SourceKind("ds_encdec.data.sources.local_files:JsonLines", _ROWS, ("jsonl", "ndjson")),
+    "csv": SourceKind("ds_encdec.data.sources.local_files:CsvFiles", _ROWS, ("tsv",)),
+    "parquet": SourceKind("ds_encdec.data.sources.tables:ParquetFiles", (*_ROWS, "num_lanes", "columns")),
 }
 
 
@@ -51,7 +50,7 @@ def kind_of_file(name: str) -> str | None:
 
 
 # The kind of all other names: a data set of the hub, or of a folder laid out like one.
-HUB = SourceKind("ds_encdec.data.sources.tables:open_hub_data", ("entry", "num_lanes", "streaming", "columns"))
+HUB = SourceKind("ds_encdec.data.sources.tables:open_hub_data", ("entry", "num_lanes", "streaming", "columns", "limit"))
 
 OWN = SourceKind("ds_encdec.data.sources.sources:UserReader", ("entry", "text_column"))
 

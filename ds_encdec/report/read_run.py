@@ -112,18 +112,24 @@ class Run:
         return _value_at(self.config, path, default)
 
 
-def read_run(path: Path) -> Run:
-    """Read the run in the folder `path`. Raises ConfigError if it is not a run's folder, and DataError without metrics.
-    Other unreadable content becomes a note."""
+def require_run(path: Path) -> RunFolder:
+    """Return the paths of the run in the folder `path`. Raises ConfigError if it is not a run's folder."""
     folder = RunFolder(str(path))
-    root = folder.root.resolve()
-    if not root.is_dir():
+    if not folder.root.is_dir():
         raise ConfigError(f"{path}: no such folder; give the infra.output_dir of a run.")
     if not any(part.exists() for part in (folder.metrics, folder.run_json, folder.config_yaml)):
         raise ConfigError(
             f"{path} is not the folder of a run: it has none of metrics.jsonl, run.json and config.yaml. "
             "Give the infra.output_dir of a run."
         )
+    return folder
+
+
+def read_run(path: Path) -> Run:
+    """Read the run in the folder `path`. Raises ConfigError if it is not a run's folder, and DataError without metrics.
+    Other unreadable content becomes a note."""
+    folder = require_run(path)
+    root = folder.root.resolve()
     notes: list[str] = []
     problems: list[Problem] = []  # of the configuration
     status = read_json(folder.run_json, notes) or {}
@@ -213,7 +219,8 @@ def _curves(lines: Sequence[Entry]) -> dict[str, Curve]:
 
 def _read_events(path: Path, notes: list[str]) -> list[Entry]:
     # Of an event that a resume met again, at the same data step, the last one counts.
-    entries = [line for line in _read_lines(path, notes) if isinstance(line.get("kind"), str)]
+    lines = _read_lines(path, notes)
+    entries = [line for line in lines if isinstance(line.get("kind"), str) and line["kind"] != "tokens"]
     starts = list(accumulate(entry["kind"] == "start" for entry in entries))
     events = [(one["kind"], str(one.get("type")), str(one.get("data_step"))) for one in entries]
     last_start = dict(zip(events, starts, strict=True))

@@ -41,12 +41,13 @@ from ds_encdec.memory.job import Job, disk_shortage
 from ds_encdec.model.depth import beyond_positions
 from ds_encdec.training.absent import require_here
 from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
+from ds_encdec.training.loop_state import Trainer
 from ds_encdec.training.profiling import StepProfiler
 from ds_encdec.training.resume import load_engine, of_its_form, refuse_other_model, restored_state, with_steps
 from ds_encdec.training.run import Run, begin_recording, checkpoint_files, start_banner
 from ds_encdec.training.run_model import new_model, saved_model
 from ds_encdec.training.step_plan import is_over
-from ds_encdec.training.trainer import Trainer, train
+from ds_encdec.training.trainer import train
 
 logger = logging.getLogger(__name__)
 

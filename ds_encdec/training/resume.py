@@ -20,6 +20,7 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.depth import form_settings
 from ds_encdec.model.source import architecture
+from ds_encdec.monitor.metrics_file import JUDGED_AT_SAVES
 from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
 
@@ -114,7 +115,7 @@ def load_engine(engine: Engine, checkpoint: Checkpoint, collectives: HostCollect
     engine.load(collectives.on_every_rank(lambda: open_saved_state(checkpoint.path, verified=True)))
 
 
-def roll_back(
+def go_back(
     state: TrainingState, alert: Alert, engine: Engine, checkpoints: CheckpointManager, recorder: Recorder
 ) -> TrainingState | None:
     """Load an earlier checkpoint in mid-run and skip the data read since. Returns the new state, or None if none fits.
@@ -130,11 +131,12 @@ def roll_back(
             "used. Checkpoints are untouched: lower training.learning_rate, or check the data."
         )
     where = {"step": state.global_step, "data_step": state.data_step}
-    oldest = alert["step"] - settings.rollback_min_steps
+    age = 0 if alert["type"] in JUDGED_AT_SAVES else settings.rollback_min_steps
+    oldest = alert["step"] - age
     checkpoint = find_checkpoint(checkpoints.folder, collectives, "auto", at_most=oldest)
     if checkpoint is None:
-        needed = f"of step {oldest} or before" if oldest > 0 else f"{settings.rollback_min_steps} steps old"
-        refusal = f"No rollback: there is no checkpoint {needed} (monitor.rollback_min_steps). Training goes on."
+        needed = f"of step {oldest} or before" if oldest > 0 else f"{age} steps old"
+        refusal = f"No rollback: there is no checkpoint {needed}{' (monitor.rollback_min_steps)' if age else ''}."
         recorder.events.write("no_rollback", **where, message=refusal)
         if collectives.rank == 0:
             logger.error(refusal)

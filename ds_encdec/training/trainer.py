@@ -1,108 +1,36 @@
-"""The training loop, with the parts that build.py supplies. It knows no engines, files or formats: it decides when a
-batch is read, the optimizer steps, metrics are logged, the model is evaluated and saved, and the run ends."""
+"""The training loop, over the parts in loop_state.py. It knows no engines, files or formats: it decides when a batch is
+read, the optimizer steps, metrics are logged, the model is evaluated and saved (saving.py), and the run ends."""
 
 import gc
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import NoReturn
 
-from ds_encdec.base.plugins import whose_fault
 from ds_encdec.base.types import (
     Batch,
-    Callback,
     CheckpointError,
     ConfigError,
     DataError,
     DivergedError,
-    DsEncDecError,
     Preempted,
     StepResult,
     TrainingState,
 )
-from ds_encdec.checkpoint.manager import CheckpointManager
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.loader import LaneLoader, count_rows
+from ds_encdec.data.loader import count_rows
 from ds_encdec.data.sources.sources import check_bad_rows
 from ds_encdec.data.workers import WorkerKilledError
-from ds_encdec.engine.protocol import Engine
 from ds_encdec.evaluate.in_training import evaluate
-from ds_encdec.launch.host_collectives import HostCollectives, Reduction, attempt
-from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.monitor.recorder import Actions, Recorder
-from ds_encdec.monitor.sinks import Sample
-from ds_encdec.training.resume import roll_back
-from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation, is_best, is_over
+from ds_encdec.launch.host_collectives import attempt
+from ds_encdec.monitor.recorder import Actions
+from ds_encdec.training.loop_state import NextStep, Trainer, run_callbacks
+from ds_encdec.training.saving import answer_alert, collect_save, reason_to_save, roll_back, save, unless_stopped
+from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation
 
 logger = logging.getLogger(__name__)
 
 GARBAGE_STEPS = 50  # between two collections; their garbage is small beside a step's own memory
-
-
-@dataclass(frozen=True, slots=True)
-class _NextStep:
-    """This rank's micro-batches of the next step, or its error, and the exchange of all ranks' sums, under way.
-    `lanes`: the records of the steps before. `last_save`: the time of the last save when the exchange began."""
-
-    micro_batches: list[Batch]
-    error: Exception | None
-    lanes: list[dict[str, Any]]
-    last_save: float
-    sums: Reduction
-    epoch: Reduction
-
-    def totals(self) -> StepTotals:  # waits for all ranks
-        return StepTotals(*self.sums.result().tolist(), *self.epoch.result().tolist())
-
-
-@dataclass(kw_only=True)
-class Trainer:
-    """A run with all its parts. `state` is the current one, `start` the one with which this process began. `eval_sets`:
-    by name, "" for the held-out split. `run_files` takes a checkpoint's content beside the engine's files, as it is now
-    (state, records of the recorder and the lanes, facts of the save), and returns a function that rank 0 calls later to
-    write it. `require_folder` raises if the run's folder is gone. `judge` returns figures of generated texts, and some
-    of the texts. `rehearses`: try evaluation and saves before the first step, as on accelerators."""
-
-    config: FullConfig
-    engine: Engine
-    loader: LaneLoader
-    eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
-    collectives: HostCollectives
-    recorder: Recorder
-    checkpoints: CheckpointManager
-    stop: StopRequest
-    run_files: Callable[[TrainingState, dict[str, Any], list[dict[str, Any]], dict[str, Any]], Callable[[Path], None]]
-    state: TrainingState
-    require_folder: Callable[[], None] = lambda: None
-    judge: Callable[[], tuple[dict[str, float], list[Sample]]] | None = None
-    callbacks: Sequence[Callback] = ()
-    rehearses: bool = False
-    ahead: _NextStep | None = field(default=None, init=False)
-    skipped_in_a_row: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.training, self.start = self.config.training, self.state
-        self.saved_data_step = self.state.data_step  # of the newest whole checkpoint, or of the start
-        self.last_save = time.monotonic()
-
-    @property
-    def is_over(self) -> bool:
-        """True if no step follows."""
-        return is_over(self.state, self.training)
-
-    @property
-    def has_stepped(self) -> bool:
-        """True once this process has taken a step, applied or not."""
-        return self.state.data_step > self.start.data_step
-
-    @property
-    def lanes(self) -> list[dict[str, Any]]:
-        """The records of this rank's data lanes after the last step taken, even if the loader has read further."""
-        return self.loader.state() if self.ahead is None else self.ahead.lanes
 
 
 def train(run: Trainer) -> TrainingState:
@@ -112,9 +40,6 @@ def train(run: Trainer) -> TrainingState:
     _rehearse(run)
     while not run.is_over:
         micro_batches, totals = _next_step(run)
-        if totals.saves_over == run.collectives.world_size:
-            _collect_save(run)
-
         for number, micro_batch in enumerate(micro_batches, start=1):
             batch = micro_batch.to(run.engine.device)
             loss = run.engine.forward(batch)
@@ -128,17 +53,22 @@ def train(run: Trainer) -> TrainingState:
 
         run.state = advance(run.state, result, totals)
         run.recorder.end_step(run.state, result)
+        run.recorder.tokens.add(run.state.data_step, totals.token_digest, micro_batches)
         if run.state.data_step % GARBAGE_STEPS == 0:
             gc.collect()  # in the same step on every rank: see build.manual_gc
-        _run_callbacks(run, "after_step", run.state, result)
+        run_callbacks(run, "after_step", run.state, result)
         _count_skipped(run, result)
 
         plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.veto is not None)
-        actions = _log_or_judge(run, plan)
-        rolled_back = _roll_back(run, actions)
-        value = None if rolled_back or actions.leave else _evaluate(run, plan)
-        if reason := _reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
-            _save(run, reason, value)
+        rolled_back = totals.saves_over == run.collectives.world_size and collect_save(run)
+        if rolled_back:
+            plan = StepPlan()  # the step is taken back
+        actions, value = _log_or_judge(run, plan), None
+        rolled_back = roll_back(run, actions) or rolled_back
+        if not rolled_back and (run.is_over or not actions.leave):
+            value, rolled_back = _evaluate(run, plan)
+        if reason := reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
+            save(run, reason, value)
             run.last_save = time.monotonic()
         if actions.leave and not run.is_over:
             raise _preempted(run, actions.leave["message"])
@@ -180,7 +110,7 @@ def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
     return ahead.micro_batches, totals
 
 
-def _begin_next_step(run: Trainer, data_step: int) -> _NextStep:
+def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
     def read() -> list[Batch]:
         if data_step % run.training.logging_steps == 0:
             run.require_folder()
@@ -200,9 +130,10 @@ def _begin_next_step(run: Trainer, data_step: int) -> _NextStep:
         # Rank 0's clock decides.
         run.collectives.rank == 0 and hours is not None and time.monotonic() - run.last_save > hours * 3600,
         run.checkpoints.save_is_over,
+        sum(batch.digest for batch in micro_batches or ()),
     )
     epoch = run.collectives.begin_lowest(run.loader.epoch)
-    return _NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)
+    return NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)
 
 
 def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = "") -> NoReturn:
@@ -211,11 +142,11 @@ def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = 
     if error is not None and run.collectives.rank == 0:  # now, since the save may end the process
         logger.error("No data for the next step; the steps before it are saved: %s", error)
     actions = _log_or_judge(run, StepPlan(judge=True))
-    rolled_back = _roll_back(run, actions)
+    rolled_back = roll_back(run, actions)
     try:
-        _collect_save(run)
+        rolled_back = collect_save(run) or rolled_back
         if rolled_back or run.state.data_step != run.saved_data_step:
-            _save(run, "stop")
+            save(run, "stop")
     except CheckpointError as problem:
         if error is None:
             raise
@@ -240,11 +171,7 @@ def _count_skipped(run: Trainer, result: StepResult) -> None:
 
 
 def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
-    actions = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
-    if (alert := actions.stop) is not None:
-        kind = alert["type"]
-        raise DivergedError(f"{kind}: {alert['message']} (monitor.on_{kind}=stop). Checkpoints are untouched.")
-    return actions
+    return unless_stopped(_log(run) if plan.log else run.recorder.judge() if plan.judge else Actions())
 
 
 def _log(run: Trainer) -> Actions:
@@ -259,121 +186,32 @@ def _log(run: Trainer) -> Actions:
     return actions
 
 
-def _roll_back(run: Trainer, actions: Actions) -> bool:
-    """Roll back if an alert demands it and a checkpoint is old enough; returns whether it did. The caller saves at
-    once, in that checkpoint's place: a run that is killed now must not meet the same data again."""
-    if actions.rollback is None:
-        return False
-    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-        _collect_save(run)
-        earlier = roll_back(run.state, actions.rollback, run.engine, run.checkpoints, run.recorder)
-    if earlier is not None:
-        run.state, run.skipped_in_a_row = earlier, 0
-    return earlier is not None
-
-
-def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
+def _evaluate(run: Trainer, plan: StepPlan) -> tuple[float | None, bool]:
+    """Evaluate if it is planned. Returns the figure by which the best checkpoint is chosen, if any, and whether the run
+    has rolled back because a loss is not finite."""
     if not plan.evaluate or (run.ahead is not None and run.ahead.totals().stop):  # a stop does not wait for this
-        return None
+        return None, False
     try:
         with run.recorder.clock.spent_on("pause"):
             metrics = evaluate(run.engine, run.eval_sets, run.collectives, run.stop.heartbeat)
             with run.stop.heartbeat.busy():  # ranks' texts differ in length, so ranks wait for each other
                 figures, samples = run.judge() if run.judge else ({}, [])
     except ConfigError:  # on all ranks: the user's metric that chooses the best has no figure; no step is lost
-        _save(run, "stop")
+        save(run, "stop")
         raise
+    losses = [name for name in metrics if name.rpartition("/")[2].startswith("loss")]  # also of one denoiser
+    bad = next((name for name in losses if not math.isfinite(metrics[name])), None)
     metrics |= figures
     run.recorder.show(run.state, samples)
     if metrics:
         run.recorder.publish(run.state, metrics)
-        _run_callbacks(run, "after_evaluation", run.state, metrics)
+        run_callbacks(run, "after_evaluation", run.state, metrics)
     value = metrics.get(f"eval/{run.training.metric_for_best_model}")  # None: no held-out example has a target
     run.state = after_evaluation(run.state, value, run.training)
     if run.is_over and not plan.log:  # stopped early, between two lines of metrics
         _log(run)
-    return value
-
-
-def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
-    def call(callback: Callback) -> None:
-        try:
-            getattr(callback, moment)(state, fact)
-        except DsEncDecError:
-            raise
-        except Exception as error:
-            name = f"{type(callback).__qualname__}.{moment}"
-            logger.exception("%s failed:", name)
-            raise DsEncDecError(
-                f"the callback {name} failed at step {state.global_step}: {whose_fault(error, or_library=False)}"
-            ) from error
-
-    listening = [one for one in run.callbacks if getattr(type(one), moment) is not getattr(Callback, moment)]
-    if listening:
-        # They may take as long as they like.
-        with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-            for callback in listening:
-                run.collectives.on_every_rank(partial(call, callback))
-
-
-def _reason_to_save(
-    run: Trainer, plan: StepPlan, actions: Actions, *, rolled_back: bool, value: float | None
-) -> str | None:
-    saves_best = run.training.save_on_best or run.training.save_strategy == "best"
-    reasons = {
-        "end": run.is_over,
-        "stop": actions.leave is not None,
-        "rollback": rolled_back,
-        "interval": plan.save,
-        "best": saves_best and is_best(run.state, value, run.training),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _save(run: Trainer, reason: str, value: float | None = None) -> None:
-    """Save a checkpoint. It becomes `best` if it was evaluated just now and is better than all saved ones. The last
-    save of this process is written at once, and the run fails with it. The outcome of any other is known later (at once
-    after a rollback), and the run goes on if it failed."""
-    last = reason in ("end", "stop")
-    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-        run.collectives.on_rank_zero(run.require_folder)
-        _collect_save(run)  # at most one under way
-        best = is_best(run.state, value, run.training)
-        if reason == "best" and not best:
-            return  # the save that was under way is better
-        saved = replace(run.state, best_value=value, best_step=run.state.global_step) if best else run.state
-        lanes = [lane for of_rank in run.collectives.gather_to_zero(run.lanes) for lane in of_rank]
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        facts = {"time": now, "loss": run.recorder.last_loss, "reason": reason}
-        files = run.run_files(saved, run.recorder.state_dict(), lanes, facts)
-        in_background = run.training.async_save and not last and reason != "rollback"
-        pointers = ("best",) * best + ("final",) * run.is_over
-        run.checkpoints.save(saved, run.engine.stage, files, pointers=pointers, in_background=in_background)
-        run.recorder.machine.note_save()
-        if not in_background:
-            _collect_save(run, must_succeed=last)
-
-
-def _collect_save(run: Trainer, *, must_succeed: bool = False) -> None:
-    """Wait for the save under way, if any, and record its outcome. A failed one changes nothing but the log, unless it
-    `must_succeed`: then CheckpointError is raised."""
-    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-        outcome = run.checkpoints.collect()
-    if outcome is None:
-        return
-    step = outcome.state.global_step
-    if outcome.problem is not None:
-        problem, newest_step = f"step {step} was not saved: {outcome.problem}", outcome.newest_step
-        newest = "There is no checkpoint yet" if newest_step is None else f"The newest is step {newest_step}'s"
-        if must_succeed:
-            raise CheckpointError(f"{problem} {newest}. Then go on with `--resume auto`.")
-        if run.collectives.rank == 0:
-            again = f"{outcome.failures} saves in a row have failed now. " if outcome.failures > 1 else ""
-            logger.error("%s %s%s. Training goes on; the next save is at its usual time.", problem, again, newest)
-        return
-    run.saved_data_step = outcome.state.data_step
-    run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
-    best = " (best so far)" if outcome.state.best_step == step else ""
-    logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
-    _run_callbacks(run, "after_save", outcome.state, run.checkpoints.files.at(step))
-    run.state = replace(run.state, best_value=outcome.state.best_value, best_step=outcome.state.best_step)
+    if bad is not None:
+        message, is_last = f"{bad} is {metrics[bad]}", run.is_over
+        if answer_alert(run, run.state, "non_finite_evaluation", metrics[bad], message, is_last=is_last):
+            return None, True
+    return value, False

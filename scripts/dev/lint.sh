@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, and whether the generated reference and the snapshot of DeepSpeed's keys are up to date.
+# Style, types, and whether the generated reference, the lock and the snapshot of DeepSpeed's keys are up to date.
 set -euo pipefail
 EXTRAS=dev source "$(dirname "${BASH_SOURCE[0]}")/../venv.sh"
 cd "$ROOT"
@@ -9,3 +9,4 @@ ruff format --check
 mypy
 python scripts/dev/config_reference.py --check
 python scripts/dev/deepspeed_keys.py --check
+python scripts/dev/lock.py --check

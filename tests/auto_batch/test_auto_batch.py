@@ -38,7 +38,7 @@ def world(rank: int, size: int) -> World:
 def settled(saved: Path | None, ranks: int, **training: Any) -> tuple[int | str, int, int | None]:
     context = RunContext(world(0, ranks), torch.device("cpu"), "fsdp", HostCollectives())
     stop, model = StopRequest(world(0, ranks)), Qwen3Seq2SeqConfig.from_dict(dict(MODEL))
-    found = Checkpoint(saved, Manifest(1, 2, "fsdp", ())) if saved else None
+    found = Checkpoint(saved, Manifest(1, 2, "fsdp", (), True, "", None)) if saved else None
     chosen = resolve_batch_size(make_config(**training), context, stop, model, found).training
     return chosen.per_device_train_batch_size, chosen.gradient_accumulation_steps, chosen.global_batch_size
 

@@ -19,6 +19,7 @@ from ds_encdec.checkpoint.manifest import MANIFEST, Manifest, record_file
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import DCP_FOLDER, TAG, EngineRecord, write_record
 from ds_encdec.exports.adapters import BASE_RECORD
+from ds_encdec.launch.run_folder import code_facts
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.tokenizer.sentinels import add_sentinels
@@ -90,7 +91,7 @@ def save_checkpoint(
     (path / "trainer.json").write_text(json.dumps(trainer))
     (path / "data.json").write_text('{"lanes": []}')
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    manifest = Manifest(step, 1, engine, tuple(record_file(file, path) for file in files))
+    manifest = Manifest(step, 1, engine, tuple(record_file(file, path) for file in files), True, **code_facts())
     (path / MANIFEST).write_text(manifest.to_json())
     return path
 

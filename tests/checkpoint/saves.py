@@ -44,7 +44,7 @@ def engine(before_writing: Callable[[], object] = lambda: None, num_bytes: int =
             path.write_bytes(content)
             return [path]
 
-        return StagedSave(num_bytes, write)
+        return StagedSave(num_bytes, lambda: None, write)
 
     return stage
 

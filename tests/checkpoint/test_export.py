@@ -19,11 +19,22 @@ from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
 
 from ds_encdec.base.types import CheckpointError, TrainingState
+from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.evaluate.generation import fill_sentinels, generate_text
-from ds_encdec.exports.hugging_face import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
+from ds_encdec.evaluate.models import is_ours
+from ds_encdec.exports.hugging_face import (
+    AUTO_MAP,
+    ENCODER_AUTO_MAP,
+    average_checkpoints,
+    export_checkpoint,
+    export_hf,
+)
 from ds_encdec.exports.model_card import model_card
+from ds_encdec.exports.model_code import code_row
+from ds_encdec.launch.run_folder import RunFolder, code_facts
 from ds_encdec.model import modeling
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderModel
@@ -280,6 +291,27 @@ def test_a_checkpoint_is_exported_without_deepspeed(tmp_path: Path) -> None:
         assert (out / "generation_config.json").exists()
 
 
+def test_code_that_was_changed_after_the_export_is_refused_and_named(tmp_path: Path) -> None:
+    out, checkpoint = tmp_path / "out", save_checkpoint(tmp_path, 7, random_state(config(), seed=3), config())
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    assert {name: manifest[name] for name in ("code", "commit")} == code_facts()
+    export_checkpoint(checkpoint, out)
+    card = (out / "README.md").read_text()
+    assert f"SHA-256 `{manifest['code']}`; the files here are of that code |" in card
+    assert (out / "SHA256SUMS").read_text() in card
+    check = ["sha256sum", "-c", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=out).returncode == 0
+    assert is_ours(out)
+    (out / "modeling.py").open("a").write("# changed")
+    for load in (lambda: is_ours(out), lambda: read_stored_model(out / "config.json")):
+        with pytest.raises(CheckpointError, match=r"modeling\.py: its SHA-256 is not the one in config\.json"):
+            load()
+    assert subprocess.run(check, cwd=out, capture_output=True).stdout == b"modeling.py: FAILED\n"
+    (out / "modeling.py").unlink()  # as in a download of what a run needs
+    assert is_ours(out)
+    assert "of other code, which exported it" in code_row({"code": "another", "commit": None})
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("form", ENCODERS)
 def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(
@@ -331,6 +363,20 @@ def test_a_failure_leaves_nothing_under_the_name(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(torch.nan, torch.float32), (1e30, torch.float16)])
+def test_weights_that_are_not_finite_as_they_are_written_are_no_export(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    state = random_state(config(), seed=0)
+    state["weight"]["shared.weight"][1] = value
+    paths = [save_checkpoint(tmp_path / "run" / "checkpoints", step, state, config()) for step in (1, 2)]
+    with pytest.raises(CheckpointError, match=rf"^shared\.weight is not written: .* for {dtype}"):
+        export_checkpoint(paths[0], tmp_path / "out", dtype=dtype)
+    with pytest.raises(CheckpointError, match=r"^shared\.weight is not written"):
+        average_checkpoints(RunFolder(str(tmp_path / "run")), tmp_path / "out", last=2, dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 LOCAL = {"model_name_or_path": "./a/b"}
 MIXTURE = [
     {"dataset_name": "someone/it's: #1", "weight": 2},
@@ -358,8 +404,9 @@ def test_the_card_has_the_runs_facts(
     state = TrainingState(global_step=1200, total_tokens_seen=11_000_000, target_tokens_seen=6_000_000)
     config = FullConfig.model_validate(settings)
     made: Qwen3Seq2SeqConfig = Qwen3EncoderConfig() if form is None else Qwen3Seq2SeqConfig(**form)
-    card = model_card(config, made, state, "checkpoint `step-00001200`")
+    card = model_card(config, made, state, "checkpoint `step-00001200`", code_facts())
     assert yaml.safe_load(card.split("---\n")[1])["tags"][-1] == config.data.objective
+    card = re.sub("[0-9a-f]{40}(-dirty)?(?=`)|[0-9a-f]{64}", "HASH", card.replace("`unknown`", "`HASH`"))
     golden(re.sub(r"\(written under [^)]*\)", "(written under VERSIONS)", card))
 
 
@@ -368,7 +415,7 @@ def test_a_card_says_what_the_card_of_a_local_base_says(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\n{base.to_yaml()}\n---\n")
     config = FullConfig.model_validate({"model": {"model_name_or_path": str(tmp_path)}})
     header = yaml.safe_load(
-        model_card(config, Qwen3Seq2SeqConfig(), TrainingState(global_step=1), "x").split("---\n")[1]
+        model_card(config, Qwen3Seq2SeqConfig(), TrainingState(global_step=1), "x", code_facts()).split("---\n")[1]
     )
     assert {name: header[name] for name in ("language", "license", "license_name", "base_model")} == base.to_dict()
 
@@ -398,7 +445,7 @@ def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
     trained = FullConfig.model_validate({"data": {"objective": "sft"}})
     note = "The text is the user's turn in the model's chat template (--raw: it is all).\n"
     for forms, read in (([CHAT, TEMPLATES], "hello"), ([CHAT], "hello <extra_id_0> world")):
-        card = model_card(trained, Qwen3Seq2SeqConfig(), TrainingState(global_step=1), "x", forms=forms)
+        card = model_card(trained, Qwen3Seq2SeqConfig(), TrainingState(global_step=1), "x", code_facts(), forms=forms)
         (out / "README.md").write_text(card)
         assert generate(out, "hello", max_new_tokens=4) == written[read]
         assert capsys.readouterr().err == note * (forms == [CHAT])

@@ -74,7 +74,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "fifo": (instead(os.mkfifo), "a FIFO"),
     "broken link": (instead(lambda manifest: manifest.symlink_to("nowhere")), "no manifest.json"),
     "another step": (changed(step=999_999), "own SHA-256"),
-    "unknown format": (changed(format_version=5), "format version is 5"),
+    "unknown format": (changed(format_version=6), "format version is 6"),
+    "a state that is not finite": (changed(True, state_is_finite=False), "the state is not finite"),
+    "finite as a number": (changed(True, state_is_finite=1), "state_is_finite is 1: Input should be a valid boolean"),
     "step as text": (changed(True, step="7"), "step is '7'"),
     "rehashed, list as path": (
         changed(True, files=NO_TEXT),

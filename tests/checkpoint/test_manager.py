@@ -234,7 +234,7 @@ def problem_of(manager: CheckpointManager, step: int, *pointers: str, **how: Any
     begin(manager, step, *pointers, **how)
     problem = collect(manager).problem
     assert problem is not None
-    return problem
+    return str(problem)
 
 
 def test_training_goes_on_while_files_are_written(tmp_path: Path) -> None:
@@ -384,9 +384,10 @@ def test_a_failure_says_how_many_and_what_is_left(tmp_path: Path) -> None:
     for step, before_writing in enumerate((no_space, None, no_space, no_space, None), start=1):
         begin(manager, step, stage=engine(before_writing) if before_writing else None)
         outcome = collect(manager)
-        told.append((outcome.failures, outcome.newest_step))
+        told.append((outcome.failures, manager.newest_step))
     assert told == [(1, None), (0, 2), (1, 2), (2, 2), (0, 5)]
     resumed = make_manager(tmp_path)
     resumed.adopt(found(resumed), TrainingState(5))
     begin(resumed, 6, stage=engine(no_space))
-    assert collect(resumed).newest_step == 5
+    collect(resumed)
+    assert resumed.newest_step == 5

@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import pytest
 import torch
@@ -105,6 +106,54 @@ def test_dcp_metadata_runs_nothing_and_stays_in_its_folder(tmp_path: Path) -> No
     file.write_bytes(pickle.dumps(torch.Size([1])))
     with pytest.raises(CheckpointError, match="holds a Size, not the metadata"):
         DcpState(tmp_path)
+
+
+WEIGHT = "weight.shared.weight"
+
+
+def place_of_a_weight(metadata: Any) -> Any:
+    return next(place for index, place in metadata.storage_data.items() if index.fqn == WEIGHT)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda metadata: metadata.storage_data.clear(),
+        lambda metadata: setattr(metadata, "state_dict_metadata", [1]),
+        lambda metadata: setattr(metadata, "planner_data", {"weight.nothing": 1}),
+        lambda metadata: setattr(metadata.state_dict_metadata["weight.shared.weight"], "chunks", None),
+        lambda metadata: setattr(
+            metadata.state_dict_metadata["weight.shared.weight"], "size", torch.Size([1 << 62, 8])
+        ),
+        lambda metadata: setattr(place_of_a_weight(metadata), "length", "x"),
+        lambda metadata: setattr(place_of_a_weight(metadata), "offset", -(1 << 62)),
+    ],
+    ids=["no places", "no table", "unknown name", "no chunks", "huge", "length of no number", "in front of the file"],
+)
+def test_dcp_metadata_of_other_things_is_an_error_that_names_the_file(
+    tmp_path: Path, spoil: Callable[[Any], object]
+) -> None:
+    write_tensors(tmp_path, random_state(config(), seed=1))
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    spoil(metadata)
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"dcp\S*: |metadata is not readable"):
+        DcpState(tmp_path).read("weight", "shared.weight")
+
+
+def test_an_archive_that_unpacks_or_leads_elsewhere_is_not_opened(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(3)}, tmp_path / "plain")
+    for name, method in (("data.pkl", ZIP_DEFLATED), ("../../elsewhere", ZIP_STORED), ("/elsewhere", ZIP_STORED)):
+        with ZipFile(tmp_path / "plain") as plain, ZipFile(tmp_path / "evil", "w") as evil:
+            for entry in plain.infolist():
+                is_that = entry.filename.endswith(name)
+                evil.writestr(entry.filename, plain.read(entry), method if is_that else ZIP_STORED)
+            if name != "data.pkl":
+                evil.writestr(name, b"x")
+        with pytest.raises(CheckpointError, match="evil: cannot be read"):
+            zero_state._load(tmp_path / "evil")
+    assert not (tmp_path.parents[1] / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("chunks", [0, 2])

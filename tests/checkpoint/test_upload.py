@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from saves import make_manager, save
@@ -131,11 +132,14 @@ def test_a_new_run_does_not_write_over_the_copies_of_another(run: RunFolder, the
             Uploads(RunFolder(str(tmp_path / "other")), url).claim(resume)
 
 
-def test_a_password_in_the_url_is_not_logged(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
-    uploads = Uploads(run, "ftp://someone:hunter2@127.0.0.1:9/run")
+def test_a_password_comes_from_the_environment_and_is_not_logged(
+    run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "ftp", {"username": "someone", "password": "hunter2"})  # of FSSPEC_FTP_…
+    uploads = Uploads(run, "ftp://127.0.0.1:9/run")
     with caplog.at_level(logging.INFO):
         uploads.claim(None)
         tell(uploads, save(make_manager(run.checkpoints), 1))
         uploads.finish()
-    assert "infra.upload_to=ftp://***@127.0.0.1:9/run: ConnectionRefusedError" in caplog.text
+    assert "infra.upload_to=ftp://127.0.0.1:9/run: ConnectionRefusedError" in caplog.text
     assert "hunter2" not in caplog.text

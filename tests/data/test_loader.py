@@ -1,5 +1,6 @@
 """The loader: the same steps for any ranks and workers, resumed behind any step; worker processes; batches."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -28,12 +29,15 @@ from data_parts import (
     write_parquet,
     write_rows,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Example
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import workers
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.loader import LaneLoader, collate
+from ds_encdec.data.lane import Lane
+from ds_encdec.data.loader import LaneLoader, collate, token_digest
 from ds_encdec.launch.preemption import STOP_SIGNALS
 from ds_encdec.registry.denoisers import DENOISERS
 
@@ -90,7 +94,9 @@ def run(
             loader.load_state([*records])
         for _ in range(count):
             in_order = [*chain.from_iterable(zip(*(next(loader) for loader in ranks), strict=True))]
-            steps.append([plain_batches(in_order), [(one.lane, one.number, one.encoder_lengths) for one in in_order]])
+            steps.append(
+                [plain_batches(in_order), [(one.lane, one.number, one.encoder_lengths, one.digest) for one in in_order]]
+            )
             states.append(sorted((one for loader in ranks for one in loader.state()), key=lambda one: one["lane"]))
     finally:
         for loader in ranks:
@@ -261,3 +267,58 @@ def test_an_empty_batch_has_the_same_shapes_and_no_weight() -> None:
     assert (batch.labels == -100).all()
     assert batch.encoder_cu_seqlens.tolist() == [0] * 5
     assert (batch.encoder_ids.shape, batch.labels.shape) == ((8,), (9,))
+
+
+IDS = ("encoder_ids", "decoder_input_ids", "labels", "encoder_cu_seqlens", "decoder_cu_seqlens")
+
+
+@given(st.sampled_from(IDS), st.integers(0, 4), st.integers(1, 2**31 - 1))
+def test_a_digest_is_another_for_any_wrong_id_boundary_or_lane(part: str, place: int, by: int) -> None:
+    first, second = example([1, 2, 3], [4, 90], "R2"), example([5, 6], [7, 8, 9], "S")
+    batch = collate([first, second], BUDGETS, PAD)
+    changed = getattr(batch, part).clone()
+    changed[place] ^= by
+    exchanged = collate([second, first], BUDGETS, PAD)
+    digests = [
+        token_digest(batch, 0),
+        token_digest(batch, 1),
+        token_digest(exchanged, 0),
+        token_digest(exchanged, 1),
+        token_digest(dataclasses.replace(batch, **{part: changed}), 0),
+    ]
+    assert len(set(digests)) == 5
+    assert digests[0] + digests[3] != digests[1] + digests[2]  # two lanes that were exchanged
+    assert max(digests) < 2**48
+    assert token_digest(collate([first, second], BUDGETS, PAD), 0) == digests[0]
+
+
+@pytest.mark.parametrize("wrong", [282, -100])
+@pytest.mark.parametrize("side", ["encoder_ids", "decoder_ids"])
+def test_an_id_that_the_tokenizer_does_not_have_reaches_no_model(
+    path: str, monkeypatch: pytest.MonkeyPatch, side: str, wrong: int
+) -> None:
+    """In training and in evaluation. The largest id of this tokenizer, 281, is that of a sentinel."""
+    data = make_data(json_config(path, eval_fraction=0.0))
+    expected = rf"data.dataset_name: document a.jsonl:\d+ \(lane 2\) has the token id {wrong}, .* are 0 to 281\. "
+    next(data.loader)
+    pack = Lane.__next__
+
+    def damaged(lane: Lane) -> list[Example]:
+        made = pack(lane)
+        if lane.record["lane"] == 2:
+            ids = getattr(made[-1], side).copy()
+            ids[-1] = wrong
+            made[-1] = dataclasses.replace(made[-1], **{side: ids})
+        return made
+
+    monkeypatch.setattr(Lane, "__next__", damaged)
+    with pytest.raises(DataError, match=expected):
+        next(data.loader)
+    folder = Path(path).parent / "evaluation"
+    make_data(json_config(path), evaluation_cache=folder)
+    (cached,) = folder.iterdir()
+    rows = json.loads(cached.read_text())
+    rows[3][side == "decoder_ids"][0] = wrong
+    cached.write_text(json.dumps(rows))
+    with pytest.raises(DataError, match=rf"data.dataset_name: document a.jsonl:\d+ has the token id {wrong}, "):
+        make_data(json_config(path), evaluation_cache=folder)

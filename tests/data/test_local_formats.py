@@ -10,6 +10,8 @@ import lzma
 import multiprocessing
 import os
 import pickle
+import shutil
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -275,6 +277,77 @@ def test_an_index_that_is_cut_short_or_of_another_file_or_cannot_be_kept_is_not_
     again = JsonLines([path], "text")
     assert all_texts(pickle.loads(pickle.dumps(again)))[-5000:] == documents
     assert len(again) in (5000, 5001)
+
+
+LIMIT = 2000  # bytes of a row
+LONG = "long\n" * 1000
+
+
+def rows_of(source: Any) -> list[Any]:
+    if hasattr(source, "num_units"):
+        return [row for unit in range(source.num_units) for row in source.documents(unit, 0)]
+    return [source.document(i) for i in range(len(source))]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.csv.bz2", "a.parquet"])
+def test_a_row_that_is_too_long_is_a_bad_one_and_is_named(tmp_path: Path, name: str) -> None:
+    path, texts_of_rows = tmp_path / name, ["short", LONG.replace("\n", " "), "last"]
+    rows = [{"text": text} for text in texts_of_rows]
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=1)
+    else:
+        lines = ["text", *texts_of_rows] if "csv" in name else map(json.dumps, rows)
+        text = json.dumps(rows) if name == "a.json" else "\n".join(lines)
+        path.write_bytes({"gz": gzip.compress, "bz2": bz2.compress}.get(name[-3:].strip("."), bytes)(text.encode()))
+    kind = {"jsonl": "json"}.get(name.split(".")[1], name.split(".")[1])
+    config = DataConfig(dataset_name=kind, data_files=str(path), max_row_bytes=LIMIT)
+    first, bad, last = rows_of(Opener(config, 0, byte_maker(config), {}).open_sources(1)[0].source)
+    assert (first.text, last.text) == ("short", "last")
+    assert bad.problem.startswith(name)
+    assert f"longer than data.max_row_bytes={LIMIT}: raise that where such rows are meant" in bad.problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "problem"),
+    [
+        ("csv", f'text\n"{LONG}', "longer than data.max_row_bytes"),  # a quote that is never closed
+        ("csv", "x" * 3000, "longer than data.max_row_bytes"),
+        ("json", json.dumps(["x"] * 10_000), "JSON array of 50.0 KB, which is read into memory whole"),
+    ],
+    ids=["open quote", "names", "array"],
+)
+def test_what_cannot_be_cut_into_rows_within_the_limit_is_an_error_of_the_file(
+    tmp_path: Path, kind: str, text: str, problem: str
+) -> None:
+    (tmp_path / "a").write_text(text)
+    config = DataConfig(dataset_name=kind, data_files=str(tmp_path / "a"), max_row_bytes=LIMIT)
+    with pytest.raises(DataError, match=problem):
+        Opener(config, 0, byte_maker(config), {}).open_sources(1)
+
+
+@pytest.mark.parametrize(("kind", "head"), [("json", b""), ("csv", b"text\n")])
+def test_a_line_of_a_compressed_file_never_fills_the_memory(tmp_path: Path, kind: str, head: bytes) -> None:
+    with gzip.open(tmp_path / "a.gz", "wb", compresslevel=1) as file:
+        file.write(head)
+        for _ in range(300):
+            file.write(b"x" * (1 << 20))
+    tracemalloc.start()
+    config = DataConfig(dataset_name=kind, data_files=str(tmp_path / "a.gz"), max_row_bytes=1 << 20)
+    (bad,) = rows_of(Opener(config, 0, byte_maker(config), {}).open_sources(1)[0].source)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "longer than data.max_row_bytes" in bad.problem
+    assert peak < 100 << 20
+
+
+def test_an_unpacked_copy_does_not_fill_the_disk(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * (1 << 26)))
+    free = iter([40 << 30, 20 << 30])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 0, next(free, 900 << 20)))
+    with pytest.raises(DataError, match=r"a\.gz: .* have become .* so far, and .* has .* left") as raised:
+        opened("text", tmp_path / "a.gz")
+    assert "XDG_CACHE_HOME" in str(raised.value)
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 COUNT = 80

@@ -1,6 +1,7 @@
 """Prepared data is the data: the same examples and records, or a refusal that says why not."""
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -184,6 +185,26 @@ def test_what_is_not_the_same_is_refused(tmp_path: Path, lines: Path, monkeypatc
         assert lock_file(lock)
         with pytest.raises(OutputLockedError, match=r"data\.prepared_dir: .* is in use by "):
             prepared(out, settings(lines))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_any_byte_that_changes_is_noticed_before_its_row_is_used(
+    tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines.write_text("\n".join(rows(12)) + "\n")
+    source = make_data(prepared(tmp_path / "out", settings(lines))).pipeline.sources[0].source
+    assert isinstance(source, PreparedSource)
+    whole = [source.document(index) for index in range(len(source))]
+    shard = tmp_path / "out" / "source-0" / "0000-00001.arrow"
+    before = shard.read_bytes()
+    numbers = range(7, len(source))
+    for place in range(len(before)):
+        shard.write_bytes(before[:place] + bytes([before[place] ^ 1 << place % 8]) + before[place + 1 :])
+        changed = pickle.loads(pickle.dumps(source))  # without the files that are open
+        used: list[Any] = []
+        with pytest.raises(DataError, match=r"0000-00001.arrow is damaged: delete it, and run `ds-encdec prepare`"):
+            used += (changed.document(index) for index in numbers)
+        assert list(map(repr, used)) == list(map(repr, whole[7:][: len(used)]))
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.base.types import DsEncDecError
-from ds_encdec.engine.sharded_engine import StagingArea
+from ds_encdec.engine.staging import StagingArea
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:

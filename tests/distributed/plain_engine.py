@@ -49,7 +49,7 @@ class PlainEngine(TorchOracle):
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
             return [*folder.glob("*.distcp"), folder / ".metadata", write_record(record, directory)]
 
-        return StagedSave(sum(tensor.nbytes for tensor in tensors.values()), write)
+        return StagedSave(sum(tensor.nbytes for tensor in tensors.values()), lambda: None, write)
 
     def load(self, saved: SavedState) -> None:
         raise NotImplementedError("this engine resumes nothing: others read what it has saved")

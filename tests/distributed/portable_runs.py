@@ -25,7 +25,7 @@ from ds_encdec.engine import select
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
 from ds_encdec.training import build
-from ds_encdec.training.trainer import Trainer
+from ds_encdec.training.loop_state import Trainer
 
 sys.path.append(str(Path(__file__).parents[1] / "launch"))
 

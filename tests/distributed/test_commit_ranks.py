@@ -70,7 +70,7 @@ class SlowShards:
             path.write_bytes(bytes([dist.get_rank()]) * self._num_bytes)
             return [path]
 
-        return StagedSave(self._num_bytes, write)
+        return StagedSave(self._num_bytes, lambda: None, write)
 
     def close(self) -> None: ...
 
@@ -85,7 +85,7 @@ def save(manager: CheckpointManager, step: int, engine: Any, *pointers: str, in_
 def problem_of(manager: CheckpointManager) -> str | None:
     outcome = manager.collect()
     assert outcome is not None
-    return outcome.problem
+    return None if outcome.problem is None else str(outcome.problem)
 
 
 def find(manager: CheckpointManager, resume: str) -> Checkpoint | None:

@@ -21,7 +21,8 @@ from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.engine.deepspeed.gates import Bf16Gate, ReplicatedGate, StepGate, ZeroGate
 from ds_encdec.engine.deepspeed.private import loss_scaler_state, optimizer_state, set_loss_scaler_state
 from ds_encdec.engine.protocol import Piece, own_parts
-from ds_encdec.engine.sharded_engine import Shard, StagingArea, set_step
+from ds_encdec.engine.sharded_engine import Shard, set_step
+from ds_encdec.engine.staging import StagingArea, first_non_finite
 
 
 def test_a_shard_is_filled_by_ranges_and_its_padding_zeroed() -> None:
@@ -146,6 +147,24 @@ def test_copies_go_on_in_pageable_memory_where_none_can_be_locked(
     (warning,) = caplog.messages
     assert "pageable memory" in warning
     assert "CUDA error: out of memory" in warning
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("numel", [7, 300_000])
+def test_one_element_that_is_not_finite_is_found_and_named(dtype: torch.dtype, value: float, numel: int) -> None:
+    largest = torch.full((3, numel), torch.finfo(dtype).max, dtype=dtype)  # their sum would be infinite
+    pieces = (Piece("a.weight", 0, numel), Piece("b.weight", 40, 2 * numel - 2, numel))
+    staged = [("weight", (), torch.empty(0)), ("step", pieces[:1], torch.tensor(3)), ("exp_avg", pieces, largest)]
+    assert first_non_finite(staged) is None
+    assert first_non_finite(staged, {"scale": 2.0**16}) is None
+    for place, name in ((0, "a.weight"), (numel - 1, "a.weight"), (numel, "b.weight"), (3 * numel - 3, "b.weight")):
+        largest.view(-1)[place] = value
+        assert first_non_finite(staged) == f"exp_avg of {name} is {value}"
+        largest.view(-1)[place] = 0
+    largest.view(-1)[-1] = value  # in no piece: padding
+    assert first_non_finite(staged) is None
+    assert first_non_finite([], {"scale": value}) == f"scale of the loss scaler is {value}"
 
 
 class Optimizer:

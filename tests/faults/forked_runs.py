@@ -101,15 +101,16 @@ class ForkedRuns:
         limits: Mapping[str, int] | None = None,
         faults: Sequence[dict[str, Any]] = (),
         places: Sequence[dict[str, Any]] = (),
+        program: str = "train",
     ) -> Finished:
-        """Run train.py to its end on `ranks` ranks, or on as many as there are `places`. They are a process group, with
-        all they start. `limits`: what each rank may have in bytes, by the name of a limit of the system (RLIMIT_FSIZE).
-        `faults`: see sabotage.py. Each place is a host's: its `first` process (hosts/rig.py), the rank's `variables`,
-        its further `arguments`, and the `seconds` after which it is ended."""
+        """Run train.py, or a verb if `program` is "cli", to its end on `ranks` ranks, or on as many as there are
+        `places`. They are a process group, with all they start. `limits`: what each rank may have in bytes, by the name
+        of a limit of the system (RLIMIT_FSIZE). `faults`: see sabotage.py. Each place is a host's: its `first` process
+        (hosts/rig.py), the rank's `variables`, its further `arguments`, and the `seconds` after which it is ended."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         request = {"arguments": arguments, "ranks": len(places) or ranks, "limits": dict(limits or {})}
-        request |= {"faults": list(faults), "places": list(places)}
+        request |= {"faults": list(faults), "places": list(places), "program": program}
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         return Finished(**json.loads(self._server.stdout.readline()))
@@ -130,7 +131,12 @@ def serve() -> None:
 
 
 def answer(
-    arguments: list[str], ranks: int, limits: dict[str, int], faults: list[Any], places: list[dict[str, Any]]
+    arguments: list[str],
+    ranks: int,
+    limits: dict[str, int],
+    faults: list[Any],
+    places: list[dict[str, Any]],
+    program: str,
 ) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log, tempfile.TemporaryDirectory() as held:
         port = free_port()
@@ -140,7 +146,9 @@ def answer(
             if pid == 0:
                 if places:
                     be_rank(log.name, partial(on_host, arguments, **places[rank]))
-                be_rank(log.name, partial(on_this_host, rank, ranks, port, arguments, limits, faults, Path(held)))
+                be_rank(
+                    log.name, partial(on_this_host, rank, ranks, port, arguments, limits, faults, Path(held), program)
+                )
             pids.append(pid)
             os.setpgid(pid, pids[0])
         # The first is reaped last: until then nobody else has the group's number.
@@ -180,11 +188,18 @@ def be_rank(log: str, program: Callable[[], int]) -> NoReturn:
 
 
 def on_this_host(
-    rank: int, ranks: int, port: int, arguments: list[str], limits: Mapping[str, int], faults: list[Any], held: Path
+    rank: int,
+    ranks: int,
+    port: int,
+    arguments: list[str],
+    limits: Mapping[str, int],
+    faults: list[Any],
+    held: Path,
+    program: str,
 ) -> int:
     import sabotage
 
-    from ds_encdec import train
+    from ds_encdec import cli, train
 
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, name), (most, most))
@@ -192,7 +207,7 @@ def on_this_host(
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sabotage.apply(faults, rank)
-    code = train.main(arguments)
+    code = {"train": train.main, "cli": cli.main}[program](arguments)
     for act in sabotage.at_the_end:
         act()
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())

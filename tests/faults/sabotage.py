@@ -2,6 +2,7 @@
 dict with `kind`, the name of a function here, and that function's arguments. Data steps count from 1."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -21,15 +22,17 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ds_encdec.base.types import Batch, LossSum
+from ds_encdec.base.types import Batch, Example, LossSum
 from ds_encdec.checkpoint.folder import CheckpointFolder
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.data import workers
+from ds_encdec.data.lane import Lane
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import fsdp2, sharded_engine
+from ds_encdec.engine.deepspeed import zero as deepspeed_zero
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch import peers
-from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.preemption import SAME_CTRL_C_SECONDS, StopRequest
 from ds_encdec.training import build
 
 _next_step = LaneLoader.__next__
@@ -39,6 +42,7 @@ _before_reading: list[Callable[[LaneLoader, int], None]] = []
 at_the_end: list[Callable[[], None]] = []
 _changes_of_data: list[Callable[[list[Batch], int], list[Batch]]] = []
 _changes_of_loss: list[Callable[[LossSum], LossSum]] = []
+_changes_of_evaluation: list[Callable[[LossSum], LossSum]] = []
 _ballast: list[torch.Tensor] = []
 
 
@@ -59,6 +63,16 @@ def infinite_loss(rank: int, *, at: int, on_rank: int) -> None:
     _on_loss(rank == on_rank, at, lambda loss: _with_total(loss, loss.total + torch.inf, loss.by_denoiser + torch.inf))
 
 
+def nan_evaluation(rank: int, *, on_rank: int, first: int, last: int) -> None:
+    """Losses of held-out batches are NaN on one rank, once data step `first` and no later one than `last` is read."""
+
+    def spoiled(loss: LossSum) -> LossSum:
+        return _with_total(loss, loss.total, loss.by_denoiser * torch.nan) if first <= _steps_read <= last else loss
+
+    if rank == on_rank:
+        _changes_of_evaluation.append(spoiled)
+
+
 def gradient_spike(rank: int, *, at: int, factor: float) -> None:
     """The gradients, not the loss, of data step `at` are `factor` times too large."""
     _on_loss(True, at, lambda loss: _with_total(loss, loss.total * factor, loss.by_denoiser))
@@ -74,6 +88,21 @@ def bad_data(rank: int, *, at: int, until: int) -> None:
     _changes_of_data.append(
         lambda batches, step: [spoiled(batch) for batch in batches] if at <= step <= until else batches
     )
+
+
+def wrong_token(rank: int, *, at: int, on_rank: int, token: int) -> None:
+    """In data step `at` the first encoder id of one rank is `token`, as from a damaged file. Without workers."""
+    pack = Lane.__next__
+
+    def damaged(lane: Lane) -> list[Example]:
+        first, *others = pack(lane)
+        if rank == on_rank and _steps_read == at and lane.record["lane"] == rank:
+            ids = first.encoder_ids.copy()
+            ids[0] = token
+            first = dataclasses.replace(first, encoder_ids=ids)
+        return [first, *others]
+
+    Lane.__next__ = damaged  # type: ignore[method-assign]
 
 
 def skip_data(rank: int, *, steps: list[int]) -> None:
@@ -104,6 +133,42 @@ def rehearse(rank: int) -> None:
         return make_trainer(**parts | {"rehearses": True})
 
     build.Trainer = make  # type: ignore[assignment, misc]
+
+
+def damaged_state(
+    rank: int, *, tensor: str, value: float, after: int, on_rank: int, parameter: str = "", adds: bool = False
+) -> None:
+    """Behind the optimizer's step of data step `after`, before anything judges or saves it, one rank's first element of
+    `tensor` (weight, exp_avg, exp_avg_sq) is `value`, or with `adds` larger by it. `parameter`: a part of the name of
+    the parameter; any by default. Under DeepSpeed a weight is the optimizer's float32 one."""
+    numbers = itertools.count(1)
+
+    def damage(engine: sharded_engine.ShardedEngine) -> None:
+        for shard, state in engine._states():
+            for piece in shard.pieces:
+                if parameter in piece.name:
+                    whole = shard.weights if tensor == "weight" else sharded_engine.local_part(state[tensor])
+                    flat = whole.detach().view(-1)
+                    flat[piece.offset] = value + (flat[piece.offset] if adds else 0.0)
+                    print(f"rank {rank}: {tensor} of {piece.name} is now {flat[piece.offset]}", flush=True)
+                    return
+        raise AssertionError(f"rank {rank} holds no {tensor} of a parameter {parameter!r}")
+
+    def damaging(engine_type: Any) -> None:
+        step = engine_type.step
+
+        @torch.no_grad()
+        def stepped(engine: Any, *arguments: Any) -> Any:
+            result = step(engine, *arguments)
+            if next(numbers) == after:
+                damage(engine)
+            return result
+
+        engine_type.step = stepped
+
+    if rank == on_rank:
+        for engine_type in (fsdp2.FSDP2Engine, deepspeed_zero.DeepSpeedEngine):
+            damaging(engine_type)
 
 
 def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:
@@ -234,6 +299,32 @@ def signal_all(rank: int, *, signals: list[str], at: int) -> None:
         _before_reading.append(lambda loader, step: _signal_group(signals) if step == at else None)
 
 
+def signalled_in(rank: int, *, function: str, number: str) -> None:
+    """This process gets the signal whenever `function` (`module:name`, where it is called) has returned."""
+    module, _, name = function.partition(":")
+    called = getattr(importlib.import_module(module), name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = called(*arguments, **options)
+        os.kill(os.getpid(), getattr(signal, number))
+        return result
+
+    setattr(sys.modules[module], name, call)
+
+
+def interrupted_twice(rank: int, *, at: int) -> None:
+    """Ctrl-C while data step `at` is read, and once more while it is still saved."""
+    commit = CheckpointFolder.commit
+
+    def slow(folder: CheckpointFolder, step: int, pointers: Any) -> None:
+        time.sleep(SAME_CTRL_C_SECONDS + 0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        commit(folder, step, pointers)
+
+    CheckpointFolder.commit = slow  # type: ignore[method-assign]
+    signal_all(rank, signals=["SIGINT"], at=at)
+
+
 def signal_all_at_start(rank: int, *, signals: list[str]) -> None:
     """Every process of the run gets these signals once rank 0 has started its first data worker."""
     start = workers.start_worker
@@ -315,7 +406,6 @@ def _read(loader: LaneLoader) -> list[Batch]:
 
 def _run(model: torch.nn.Module, batch: Batch) -> LossSum:
     loss = _forward(model, batch)
-    if torch.is_grad_enabled():  # not in evaluation
-        for change in _changes_of_loss:
-            loss = change(loss)
+    for change in _changes_of_loss if torch.is_grad_enabled() else _changes_of_evaluation:
+        loss = change(loss)
     return loss

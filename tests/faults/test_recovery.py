@@ -12,6 +12,7 @@ from tiny_run import REPOSITORY, metrics, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
 from ds_encdec.config.schema import load_saved
+from ds_encdec.monitor.token_digests import read_digests
 
 pytestmark = [pytest.mark.distributed]
 
@@ -117,6 +118,8 @@ def test_a_run_killed_behind_its_rollback_does_not_meet_that_data_again(
     assert sorted(committed_steps(tmp_path / "checkpoints"))[-1] == 12
     runs.run([*command, "--resume", "auto"], ranks=2).ended_with(0)
     assert len(ledger(tmp_path, "rollback")) == 1
+    data_steps = read_digests(ledger(tmp_path, "start") + ledger(tmp_path, "tokens"))
+    assert sorted(data_steps) == [*range(1, STEPS + 4)]  # three of them were taken back
     for values, others in zip(trained(tmp_path), never_seen, strict=True):
         assert values == pytest.approx(others, abs=1e-5)
 

@@ -64,10 +64,11 @@ def test_a_host_may_have_its_files_elsewhere_and_nothing_else() -> None:
 
 def test_a_change_of_the_code_on_one_host_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(process_group, "__file__", str(tmp_path / "launch" / "process_group.py"))
     digests = []
-    for code in ("a = 1", "a = 1", "a = 2"):
-        (tmp_path / "world.py").write_text(code)
+    for host, code in (("a", "a = 1"), ("b", "a = 1"), ("c", "a = 2")):
+        monkeypatch.setattr(process_group, "__file__", str(tmp_path / host / "launch" / "process_group.py"))
+        (tmp_path / host / "launch").mkdir(parents=True)
+        (tmp_path / host / "world.py").write_text(code)
         place = process_group._own_place(discover({}), torch.device("cpu"), "fsdp", {})
         digests.append(place["equal"]["code of ds_encdec"])
     assert digests[0] == digests[1] != digests[2]

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from tiny_run import REPOSITORY, environment
 
-LAUNCHER = '#!/bin/bash\necho "$(basename "$0") $*"\necho "$WANDB_PROJECT"\n'
+LAUNCHER = """#!/bin/bash
+echo "$(basename "$0") $*"
+echo "$WANDB_PROJECT"
+env | grep -o ^MLFLOW_TRACKING_TOKEN || true
+"""
+SECRETS = {
+    **dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "HF_PASSWORD", "MLFLOW_TRACKING_TOKEN"), "secret"),
+    "WANDB_BASE_URL": "https://me:secret@proxy",
+}
 
 
 @pytest.fixture
@@ -41,7 +49,7 @@ def bash(scripts: Path, *command: str, **variables: str) -> subprocess.Completed
 
 
 def launch(scripts: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    variables = {"OUTPUT_DIR": str(scripts / "runs"), "HF_TOKEN": "secret", "NCCL_DEBUG": "INFO"}
+    variables = {"OUTPUT_DIR": str(scripts / "runs"), "NCCL_DEBUG": "INFO"} | SECRETS
     return bash(scripts, "launch_training.sh", "--config", "quickstart", *words, **variables)
 
 
@@ -49,7 +57,7 @@ def test_one_host_that_is_this_one_needs_no_ssh(scripts: Path) -> None:
     (scripts / "hosts").write_text("# mine\nlocalhost slots=2\n")
     result = launch(scripts, "--hostfile", "hosts", "training.num_train_steps=70")
     assert result.returncode == 0, result.stderr
-    *_, told, started, variables = result.stdout.splitlines()
+    *_, told, started, variables, _ = result.stdout.splitlines()
     folder = re.fullmatch(rf"the run's folder is ({scripts}/runs/quickstart-\d{{8}}-\d{{6}})", told)
     assert folder is not None, told
     assert re.match(
@@ -69,7 +77,8 @@ def test_other_hosts_get_variables_but_no_secrets(scripts: Path) -> None:
     handed_on = (scripts / "run" / "deepspeed_env").read_text().splitlines()
     expected = {"MINE=1", "NCCL_DEBUG=INFO", "WANDB_PROJECT=qwen3-encoder-decoder"}
     assert expected <= set(handed_on)
-    assert not [line for line in handed_on if "TOKEN" in line or "=" not in line]
+    assert not [line for line in handed_on if "secret" in line or "=" not in line]
+    assert "MLFLOW_TRACKING_TOKEN" not in result.stdout  # the launcher itself would hand it on
 
 
 def test_without_a_host_file_the_engine_has_its_launcher(scripts: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tiny_run import QUICKSTART, TRAIN, environment, free_port, overrides
@@ -68,6 +70,39 @@ def come(world: World, seconds: float = 20) -> Any:
 
 def come_briefly(world: World) -> Any:
     return come(world, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("master", "nodes", "listens"),
+    [
+        ("127.0.0.1", 1, "127.0.0.1"),
+        ("localhost", 1, "127.0.0.1"),
+        ("127.0.0.1", None, "::"),  # a pod's own name for itself, and the other pods have another
+        ("localhost", 2, "::"),
+        ("192.0.2.1", 1, "::"),  # no address of this host: something in between hands connections on
+    ],
+)
+def test_the_store_listens_where_the_ranks_look_for_it_and_nowhere_else(
+    master: str, nodes: int | None, listens: str
+) -> None:
+    world = World(world_size=2, master_addr=master, num_nodes=nodes or 1, counts_nodes=nodes is not None)
+    store = meeting._tcp_store(world, port := free_port(), 20, keeps=True)
+    here = [one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN]
+    store.set("key", "value")
+    assert store.port == port
+    assert here == [listens]
+    if master != "192.0.2.1":
+        assert meeting._tcp_store(world, port, 20, keeps=False).get("key") == b"value"
+
+
+def test_an_address_of_this_host_among_several_is_the_only_one_that_is_listened_at() -> None:
+    found = (one.address for cards in psutil.net_if_addrs().values() for one in cards if one.family == socket.AF_INET)
+    if (own := next((address for address in found if not address.startswith("127.")), None)) is None:
+        pytest.skip("this machine has no address but the loopback")
+    world = World(world_size=2, local_world_size=1, master_addr=own, num_nodes=2, counts_nodes=True)
+    store = meeting._tcp_store(world, free_port(), 20, keeps=True)
+    assert [one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN] == [own]
+    assert store.port
 
 
 def test_who_does_not_come_is_named_by_those_who_have() -> None:

@@ -276,7 +276,7 @@ def test_a_run_chooses_once(
     if began_with is not None:
         begun = load_config(None, [*ON_GPUS, f"training.activation_checkpointing={began_with}"])
         (tmp_path / "config.yaml").write_text(begun.dump_yaml())
-        found = Checkpoint(tmp_path, Manifest(1, 2, "deepspeed", ()))
+        found = Checkpoint(tmp_path, Manifest(1, 2, "deepspeed", (), True, "", None))
     with caplog.at_level(logging.INFO):
         chosen = resolve.resolve_checkpointing(config, context, model, found)
     assert chosen.training.activation_checkpointing == (began_with or "none")

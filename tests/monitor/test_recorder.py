@@ -184,6 +184,22 @@ def test_the_ledger_has_alerts_once_and_why_a_run_ended(tmp_path: Path) -> None:
     assert [line["health/alerts"] for line in lines(tmp_path / "metrics.jsonl")] == [3, 1]
 
 
+@pytest.mark.parametrize("kind", ["non_finite_state", "non_finite_evaluation"])
+@pytest.mark.parametrize(("action", "demanded"), [("skip_step", set()), ("rollback", {"rollback"}), ("stop", {"stop"})])
+def test_an_alert_of_the_loop_has_the_answer_of_its_field(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, action: str, demanded: set[str]
+) -> None:
+    recorder = make_recorder(tmp_path / "metrics.jsonl", 0, on_non_finite=action)
+    state = TrainingState(global_step=4, data_step=6)
+    actions = recorder.alert(state, kind, math.nan, math.inf, "exp_avg of a.weight is nan")
+    assert {name for name, alert in dataclasses.asdict(actions).items() if alert is not None} == demanded
+    assert f"{kind}: step 4: exp_avg of a.weight is nan ({action})" in caplog.text
+    (entry,) = lines(tmp_path / "ledger.jsonl")
+    assert (entry["kind"], entry["step"], entry["data_step"], entry["action"]) == ("alert", 4, 6, action)
+    (saved,) = json.loads(json.dumps(recorder.state_dict()))["monitor"]["alerts"]
+    assert (saved["type"], saved["value"]) == (kind, "nan")
+
+
 def test_going_back_restores_windows_and_keeps_alerts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     recorder = make_recorder(path, 0, **QUIET)

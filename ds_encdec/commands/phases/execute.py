@@ -17,12 +17,11 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.base.quantities import count
-from ds_encdec.base.terminal import verbosity
+from ds_encdec.base.terminal import print_text, verbosity
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, GateError, Preempted, TrainingState
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.commands.phases.plan import PhaseConfig, PlannedPhase, phase_before, phase_config, phase_folder
@@ -33,8 +32,6 @@ from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import RunFolder, take_folder
 from ds_encdec.launch.world import LAUNCHERS
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines, strict_json
-
-_print = partial(print, flush=True)  # because the runs print to the same terminal
 
 
 class PhaseFolder(RunFolder):
@@ -107,7 +104,7 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
             f"{error.filename or output}: {error.strerror}. Nothing that was trained is lost: mend this (is the disk "
             "full?) and give the same command again"
         ) from error
-    _print(f"every phase of this command has passed: {', '.join(planned.phase for planned in plans)}")
+    print_text(f"every phase of this command has passed: {', '.join(planned.phase for planned in plans)}")
 
 
 def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: SubprocessRun, launcher: str | None) -> None:
@@ -117,15 +114,15 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
     changes = folder.accepted_changes(planned.config, weights_sha256)
     result = _read(folder.result)
     if result.get("passed") and result.get("phase_config") == asdict(planned.settings) and folder.export.exists():
-        _print(f"phase {planned.phase} has passed its gate already")
+        print_text(f"phase {planned.phase} has passed its gate already")
         return
     if folder.is_completed:
-        _print(f"phase {planned.phase} is trained already, and is judged again")
+        print_text(f"phase {planned.phase} is trained already, and is judged again")
     else:
         for change in changes:
-            _print(f"phase {planned.phase} continues with another setting: {change}")
+            print_text(f"phase {planned.phase} continues with another setting: {change}")
         if differences := planned.differences(config):
-            _print(differences)
+            print_text(differences)
         folder.begin(planned.config, weights_sha256)
         _train(planned, folder, subprocess_run, launcher)
     _judge_and_export(planned, folder, before.get("pipeline_initial_loss"))
@@ -157,7 +154,7 @@ def _result_before(config: FullConfig, planned: PlannedPhase) -> dict[str, Any]:
 
 def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: SubprocessRun, launcher: str | None) -> None:
     resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
-    _print(
+    print_text(
         f"{'continuing' if resume else 'training'} phase {planned.phase} ({planned.settings.description}), "
         f"{planned.config.training.num_train_steps:,} steps, in {planned.folder}"
     )
@@ -197,12 +194,12 @@ def _judge_and_export(planned: PlannedPhase, folder: PhaseFolder, pipeline_initi
             "phase_config": asdict(planned.settings),
         },
     )
-    _print(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
+    print_text(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:
-        _print(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
+        print_text(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
     losses = (summary["loss"]["initial"], summary["loss"]["current"], verdict["eval"].get("eval/loss"))
     first, last, held_out = (f"{loss:.4f}" if is_number(loss) else "none" for loss in losses)
-    _print(
+    print_text(
         f"  {verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {first} at the first step of all "
         f"phases, {last} in the mean of the last ones, {held_out} held out; gradient norm "
         f"{summary['grad_norm']['mean'] or 0:.3f} in their mean; {count(summary['alerts'], 'alert')}"

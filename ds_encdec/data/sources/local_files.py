@@ -9,19 +9,23 @@ import json
 import logging
 import lzma
 import os
+import shutil
 import zlib
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate
 from typing import IO, Any, ClassVar
 
 import numpy as np
 
 from ds_encdec.base.file_patterns import named_files, no_file_matches
+from ds_encdec.base.quantities import disk_size
 from ds_encdec.base.types import ConfigError, DataError, Document
-from ds_encdec.config.file_rows import RowError, array_rows, csv_rows, is_array, json_object, json_row
+from ds_encdec.config.data_sections import MAX_ROW_BYTES
+from ds_encdec.config.file_rows import RowError, array_rows, csv_rows, is_array, json_object, json_row, too_long
 from ds_encdec.config.packed_files import UNPACKABLE, packing
 from ds_encdec.data.sources.sources import BadRow, Row, row_document
 from ds_encdec.launch.disk import atomic_file, cache_folder
@@ -35,6 +39,8 @@ INDEXED_BYTES = 1 << 20  # the index of a larger file's lines is kept; that of a
 _SCAN_BYTES = 1 << 24
 _PEEKED_BYTES = 1 << 16  # of a JSON file: enough to see whether it is an array
 _DIGESTED_BYTES = 1 << 16
+_SPARED_BYTES = 1 << 30  # what an unpacked copy leaves of the disk, or a twentieth of a small one
+_ARRAY_ROWS = 16  # as many bytes as the longest rows: a JSON array is read whole
 _FORMAT = 2  # raised when the code makes another copy or index of the same file, so that an earlier one is not read
 
 logger = logging.getLogger(__name__)
@@ -110,20 +116,37 @@ def plain_file(path: str) -> str:
         return path
 
     def unpack(_: str, out: IO[bytes]) -> None:
-        blocks = opener(path)
+        blocks, checked = opener(path), 0
         while True:
             with local_errors(path, UNPACKABLE):  # an error of writing is one of the cache folder
                 block = next(blocks, None)
             if block is None:
                 return
             out.write(block)
+            if out.tell() > checked:
+                _require_room(path, out)
+                checked = out.tell() + _SCAN_BYTES
 
     return kept_file(path, "plain", unpack)
 
 
+def _require_room(path: str, out: IO[bytes]) -> None:
+    usage = shutil.disk_usage(folder := os.path.dirname(out.name))
+    if usage.total and usage.free < min(_SPARED_BYTES, usage.total // 20):
+        packed, unpacked, free = map(disk_size, (os.path.getsize(path), out.tell(), usage.free))
+        raise DataError(
+            f"{path}: {packed} have become {unpacked} so far, and {folder} has {free} left. Set XDG_CACHE_HOME to a "
+            "folder on a disk with room, or look at the file"
+        )
+
+
 class _FileRanges(ABC):
     """Documents that are byte ranges of local files, compressed ones included. A `MapSource`. `plain`: the plain files.
-    `edges` returns the starts of one file's documents, and its end; int64 [documents + 1]."""
+    `edges` returns the starts of one file's documents, and its end; int64 [documents + 1]. A document of more than
+    `_longest` bytes is a bad row, and is not read."""
+
+    row_word: ClassVar = "line"
+    _longest = TEXT_PIECE_BYTES
 
     def __init__(
         self, files: Sequence[str], plain: Sequence[str], edges: Callable[[str], np.ndarray], **facts: str | None
@@ -152,10 +175,15 @@ class _FileRanges(ABC):
     def document(self, index: int) -> Row:
         file, row = self._locate(index)
         start, stop = (int(edge) for edge in self._edges[file][row : row + 2])
+        if stop - start > self._longest:
+            return BadRow(self.key(index), f"{self._where(self._names[file], row)}: {too_long(self._longest)}")
         with local_errors(self._plain[file]), open(self._plain[file], "rb") as handle:
             handle.seek(start)
             content = handle.read(stop - start)
         return self._parse(content, self.key(index), self._names[file], row)
+
+    def _where(self, name: str, row: int) -> str:
+        return f"{name}, {self.row_word} {row + 1}"
 
     def _locate(self, index: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._first, index, side="right")) - 1
@@ -189,15 +217,19 @@ class JsonLines(_FileRanges):
     """Files with one JSON object a line, or an array of them; `text_column` None: a document is a whole object."""
 
     kind: ClassVar = "json"
-    row_word: ClassVar = "line"
 
-    def __init__(self, files: Sequence[str], text_column: str | None) -> None:
-        self._text_column = text_column
+    def __init__(self, files: Sequence[str], text_column: str | None, limit: int = MAX_ROW_BYTES) -> None:
+        self._text_column, self._longest = text_column, limit
         lines = [self._as_lines(path) for path in files]
         super().__init__(files, lines, _line_index, kind=self.kind, text_column=text_column)
 
     def _as_lines(self, path: str) -> str:
         def write_rows(plain: str, out: IO[bytes]) -> None:
+            if (size := os.path.getsize(plain)) > _ARRAY_ROWS * self._longest:
+                raise DataError(
+                    f"{path}: a JSON array of {disk_size(size)}, which is read into memory whole, may have at most "
+                    f"{_ARRAY_ROWS} times data.max_row_bytes={self._longest}. Make lines of it: `jq -c '.[]'`"
+                )
             with local_errors(path), open(plain, "rb") as file:
                 content = file.read()
             out.writelines(row + b"\n" for row in array_rows(content, path))
@@ -210,7 +242,7 @@ class JsonLines(_FileRanges):
     def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
         if not content.strip():
             return Document(key, "")
-        where = f"{name}, {self.row_word} {row + 1}"
+        where = self._where(name, row)
         try:
             record = self._read(content)
         except RowError as error:
@@ -231,10 +263,10 @@ class CsvFiles(JsonLines):
         def write_rows(plain: str, out: IO[bytes]) -> None:
             # An unreadable row becomes a text. Bytes that are not UTF-8 are copied, so only their row is unreadable.
             with open(plain, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-                for row in csv_rows(file, path):
+                for row in csv_rows(iter(partial(file.readline, self._longest + 1), ""), path, longest=self._longest):
                     out.write(json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
 
-        return kept_file(plain_file(path), "rows", write_rows)
+        return kept_file(plain_file(path), f"rows-{self._longest}", write_rows)
 
     def _read(self, content: bytes) -> dict[str, Any]:
         record = json_row(content)

@@ -5,8 +5,11 @@ PREPARED_DIR/                 `data.prepared_dir`
   source-0/                   a folder for each source: `data`'s own, or those of `data.mixture` in their order;
                               `validation` and `test` if these splits have their own sources
     index.json                the source's facts and parts and, once it is finished, its shards
-    0003-00001.arrow          shard 1 of the fourth part: keys, token ids, and the problems of bad rows
+    0003-00001.arrow          shard 1 of the fourth part: keys, token ids with their CRC, and the problems of bad rows
     0003.json                 the shards of that part; it is written last, so a part that has one is complete
+
+A byte that has changed is noticed before a row that holds it is used. The CRC of a row's ids is compared where the row
+is read; that of the rest of a file, a few percent of it, once it is opened.
 
 A map's rows keep their places, so a run may switch to its prepared copy. A stream becomes a map, in another order.
 `ds-encdec prepare` writes the files, in processes that work on parts side by side: ranges of rows or units. After an
@@ -21,9 +24,11 @@ import logging
 import os
 import reprlib
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from functools import reduce
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -48,7 +53,7 @@ from ds_encdec.registry.source_kinds import HUB, local_kind
 INDEX = "index.json"
 SHARD_TOKENS, SHARD_ROWS = 1 << 24, 1 << 20  # tokens (64 MiB of them) and rows at which a shard ends
 PART_ROWS, MOST_PARTS = 1000, 512  # the fewest rows of a map in a part, and the most parts of a source
-_FORMAT = 3  # of the folder, and of the rules that make ids of rows: raised when either changes
+_FORMAT = 4  # of the folder, and of the rules that make ids of rows: raised when either changes
 _LINE_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
@@ -56,7 +61,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Facts about a shard; `problem` is that of its last bad row."""
+    """Facts about a shard; `problem` is that of its last bad row. `ids`: the first byte of the token ids, and the one
+    behind them; `crc32`: of all other bytes."""
 
     file: str
     rows: int
@@ -65,6 +71,8 @@ class Shard:
     problem: str | None
     num_bytes: int
     sha256: str
+    ids: Sequence[int]
+    crc32: int
 
 
 class PreparedSource:
@@ -115,16 +123,25 @@ class PreparedSource:
         if problem is not None:
             return BadRow(key, problem)
         pieces = [piece.values.to_numpy() for piece in batch.column("token_ids")[row]]
+        if _crc32(*pieces) != batch.column("crc32")[row].as_py():
+            raise _damaged(self._folder / self._shards[self._number(index)].file)
         return Document(key, "", tuple(zip(pieces[::2], pieces[1::2], strict=True)) if self._makes_pairs else pieces[0])
+
+    def _number(self, index: int) -> int:
+        return int(np.searchsorted(self._first, index, side="right")) - 1
 
     def _locate(self, index: int) -> tuple[Any, int]:
         import pyarrow as pa
 
-        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        number = self._number(index)
         if number not in self._batches:
-            path = self._folder / self._shards[number].file
+            shard = self._shards[number]
+            path = self._folder / shard.file
             try:
-                self._batches[number] = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+                content = pa.memory_map(str(path)).read_buffer()
+                if _crc32(*_around(content, shard.ids)) != shard.crc32:  # else pyarrow may read beyond the file
+                    raise _damaged(path)
+                self._batches[number] = pa.ipc.open_file(content).get_batch(0)
             except (OSError, pa.ArrowException) as error:
                 raise DataError(f"{path}: cannot be read ({error})") from error
         return self._batches[number], index - self._first[number]
@@ -184,7 +201,7 @@ def verified_shards(prepared_dir: Path) -> Iterator[str]:
         for shard in shards:
             with local_errors(str(folder / shard.file)), open(folder / shard.file, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                    raise DataError(f"{file.name} is damaged: delete it, and run `ds-encdec prepare` again")
+                    raise _damaged(Path(file.name))
         yield f"{folder}: {len(shards)} shards" if shards else f"{folder}: not finished"
 
 
@@ -284,16 +301,33 @@ def _write_shard(path: Path, rows: Sequence[tuple[str, Any | BadRow]]) -> Shard:
             "key": pa.array([key for key, _ in rows], pa.string()),
             "problem": pa.array(problems, pa.string()),
             "token_ids": pa.ListArray.from_arrays(_edges(map(len, pieces)), ids),
+            "crc32": pa.array([_crc32(*of_row) for of_row in pieces], pa.uint32()),
         }
     )
     buffer = pa.BufferOutputStream()
     with pa.ipc.new_file(buffer, batch.schema) as writer:
         writer.write_batch(batch)
-    content = buffer.getvalue().to_pybytes()
-    _write(path, content)
-    bad, tokens = [problem for problem in problems if problem is not None], sum(map(len, flat))
+    content, tokens = buffer.getvalue(), sum(map(len, flat))
+    stored = pa.ipc.open_file(content).get_batch(0).column("token_ids").values.values.buffers()[1]
+    first = stored.address - content.address if tokens else 0
+    where = (first, first + tokens * np.dtype(np.int32).itemsize)
+    _write(path, content.to_pybytes())
+    bad = [problem for problem in problems if problem is not None]
     problem, sha256 = bad[-1] if bad else None, hashlib.sha256(content).hexdigest()
-    return Shard(path.name, len(rows), tokens, len(bad), problem, len(content), sha256)
+    size, rest = content.size, _crc32(*_around(content, where))
+    return Shard(path.name, len(rows), tokens, len(bad), problem, size, sha256, where, rest)
+
+
+def _around(content: Any, ids: Sequence[int]) -> tuple[memoryview, memoryview]:
+    return memoryview(content)[: ids[0]], memoryview(content)[ids[1] :]
+
+
+def _crc32(*pieces: Any) -> int:
+    return reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces, 0)
+
+
+def _damaged(path: Path) -> DataError:
+    return DataError(f"{path} is damaged: delete it, and run `ds-encdec prepare` again")
 
 
 def _edges(lengths: Iterable[int]) -> np.ndarray:

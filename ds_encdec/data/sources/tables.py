@@ -19,6 +19,8 @@ import numpy as np
 
 from ds_encdec.base.foreign_places import check
 from ds_encdec.base.types import DataError
+from ds_encdec.config.data_sections import MAX_ROW_BYTES
+from ds_encdec.config.file_rows import too_long
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data.sources.hub_errors import (
     content_error,
@@ -57,9 +59,10 @@ class ParquetFiles:
         *,
         num_lanes: int,
         columns: Columns | None = None,
+        limit: int = MAX_ROW_BYTES,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        self._files, self._names = files, short_names(files)
+        self._files, self._names, self._longest = files, short_names(files), limit
         self._text_column, self._columns = text_column, columns
         self.is_remote = any(map(is_remote, files))
         self._units: list[tuple[int, int | None]] = []
@@ -102,6 +105,11 @@ class ParquetFiles:
         from pyarrow import ArrowException
 
         columns = _read_columns(self._text_column, self._columns, parquet.schema_arrow.names)
+        stored = parquet.metadata.row_group(group)
+        parts = (stored.column(number) for number in range(stored.num_columns))
+        read = sum(part.total_uncompressed_size for part in parts if part.path_in_schema.split(".")[0] in columns)
+        if read > self._longest * stored.num_rows:
+            return f"its rows are on average {too_long(self._longest)}"
         try:
             return parquet.read_row_group(group, columns=columns)
         except (OSError, ArrowException) as error:
@@ -150,7 +158,12 @@ def _shortest_in(record: Mapping[str, Any], features: Mapping[str, Any] | None) 
 
 
 def open_hub_data(
-    entry: MixtureSource, num_lanes: int, *, streaming: bool, columns: Columns | None = None
+    entry: MixtureSource,
+    num_lanes: int,
+    *,
+    streaming: bool,
+    columns: Columns | None = None,
+    limit: int = MAX_ROW_BYTES,
 ) -> HubTable | HubStream | ParquetFiles | JsonLines:
     """Open the data set `entry`, for its text or for rows of the `columns` that are read. Raises DataError."""
     # Imported here because it takes a second, and local runs do not need it.
@@ -168,7 +181,7 @@ def open_hub_data(
         if _is_saved(path):
             return HubTable(name, column, datasets.load_from_disk(path), identity, columns)
         if reader := _row_reader(builder, files, streaming=streaming):
-            return reader(files, column)
+            return reader(files, column, limit)
         if not streaming:
             try:
                 builder.download_and_prepare()
@@ -180,7 +193,7 @@ def open_hub_data(
             no_shifted(builder.name, name, rows.column_names)
             return HubTable(name, column, rows, identity, columns)
         if builder.name == "parquet" and files:
-            return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, identity=identity)
+            return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, limit=limit, identity=identity)
         shards = builder.as_streaming_dataset(split=entry.dataset_split)
         return HubStream(name, column, shards, identity, files, builder.name)
 

@@ -7,9 +7,11 @@ for another while it writes. docs/engine.md lists them."""
 
 import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,16 +44,17 @@ from ds_encdec.engine.deepspeed.private import (
     states_mapped,
     undo_first_step,
 )
-from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
+from ds_encdec.engine.protocol import TAG, EngineRecord, Piece, StagedSave, Veto, end_to_end, write_record
 from ds_encdec.engine.sharded_engine import (
     Shard,
     ShardedEngine,
-    StagingArea,
     compute_dtype,
     empty_model,
     full_shape,
+    local_tensors,
     prepare_for_training,
 )
+from ds_encdec.engine.staging import Named, StagingArea, first_non_finite
 from ds_encdec.engine.user_code import build_optimizer
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -134,7 +137,7 @@ class DeepSpeedEngine(ShardedEngine):
         engine, collector, excluded = self._engine, _Collector(), not self._saves_frozen
         record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
         with states_mapped(engine, of=self._training):
-            list(self._states())  # makes states before the first step: every save has the same size
+            states = list(self._states())  # makes states before the first step: every save has the same size
             with (
                 replaced(engine, "checkpoint_engine", collector),
                 # The first of these writes files, and the second would make DeepSpeed write.
@@ -147,7 +150,24 @@ class DeepSpeedEngine(ShardedEngine):
                     complete_frozen(engine, state, self._shapes.keys())
             # Host memory may run out on one rank alone.
             num_bytes, staged = self._collectives.on_every_rank(lambda: self._area.take_all(collector.files, copy=copy))
-        return StagedSave(num_bytes, partial(self._write, staged, record, directory))
+            named = self._named(collector.files, staged, states)
+        judge = partial(first_non_finite, named, record.loss_scaler)
+        return StagedSave(num_bytes, judge, partial(self._write, staged, record, directory))
+
+    def _named(self, sources: Any, staged: Any, states: list[tuple[Shard, dict[str, Any]]]) -> list[Named]:
+        """Return the tensors of DeepSpeed's files with names. How the files are laid out depends on the ZeRO stage, so
+        the places of their `sources` in memory decide."""
+        named = self._engine.param_names.items()
+        shards = [Shard(one, tuple(end_to_end({name: one.numel()}))) for one, name in named], self._frozen()
+        known = {
+            tensor.data_ptr(): (kind, shard.pieces)
+            for shard, state in [*((shard, {}) for shard in chain(*shards)), *states]
+            for kind, tensor in {"weight": shard.weights, **state}.items()
+            if isinstance(tensor, Tensor)
+        }
+        pairs = zip(local_tensors(sources), local_tensors(staged), strict=True)
+        other = ("a tensor", [Piece("no parameter", 0, sys.maxsize)])
+        return [(*known.get(source.data_ptr(), other), copied) for source, copied in pairs]
 
     def _write(self, staged: dict[Path, Any], record: EngineRecord, directory: Path) -> list[Path]:
         (directory / TAG).mkdir(exist_ok=True)

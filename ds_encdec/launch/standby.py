@@ -1,0 +1,153 @@
+"""Keeps a process ready for each rank that torchrun may start again, so that a restart imports nothing.
+
+Under `torchrun --max-restarts` a rank starts a standby after its first step: a process in a session of its own, which
+imports what the rank has imported and waits at a socket. The rank of the next start sends its arguments, environment,
+folder and streams there. From then on the standby is that rank; the process that torchrun knows, its shell, passes
+signals on and ends with the same code. A standby ends with its torchrun. It is a new process and no fork of the rank,
+which holds a GPU and locks."""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ds_encdec.base.types import LostRankError
+from ds_encdec.launch.preemption import SHELL, STOP_SIGNALS, end_process, is_alive, process_of_launcher
+
+_MOST_RESTARTS, _RESTARTS = "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"  # which torchrun sets
+SWITCH = "DS_ENCDEC_STANDBY"  # the user's: 0 starts none
+_STANDS_BY = "DS_ENCDEC_STANDS_BY"  # set in a standby
+_PACKAGES = ("ds_encdec", "deepspeed")  # whose modules a standby imports, with all that those import
+_POLL_SECONDS = 1.0
+
+
+def run_rank(program: Callable[[], int]) -> int:
+    """Run `program`, which reads `sys.argv`, as this process's rank, and return its exit code. A standby runs it
+    instead if one is ready; a process that is a standby waits for its rank first."""
+    if os.environ.pop(_STANDS_BY, None):
+        shell = _stand_by()
+        code = program()
+        sys.stdout.flush()
+        with suppress(OSError):
+            shell.sendall(str(code).encode())
+        return code
+    passed_on = _pass_on() if _MOST_RESTARTS in os.environ else None
+    return program() if passed_on is None else passed_on
+
+
+def keep_standby(script: str, has_stepped: Callable[[], bool]) -> None:
+    """Start a standby that runs `script`, once `has_stepped`, if torchrun may start this rank again.
+    `DS_ENCDEC_STANDBY=0` in the environment starts none."""
+
+    def start() -> None:
+        while not has_stepped():
+            time.sleep(_POLL_SECONDS)
+        modules = [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]
+        environment = {name: value for name, value in os.environ.items() if name != SHELL}
+        with suppress(OSError):
+            path = _socket_path()
+            standby = subprocess.Popen(
+                [sys.executable, script],
+                env=environment | {_STANDS_BY: "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                text=True,
+            )
+            assert standby.stdin is not None
+            with standby.stdin as stream:
+                json.dump({"torchrun": _torchrun().pid, "socket": str(path), "modules": modules}, stream)
+
+    is_wanted = os.environ.get(SWITCH) != "0"
+    if is_wanted and int(os.environ.get(_MOST_RESTARTS, "0")) > int(os.environ.get(_RESTARTS, "0")):
+        threading.Thread(target=start, name="keep-standby", daemon=True).start()
+
+
+def _torchrun() -> psutil.Process:
+    return psutil.Process(psutil.Process(process_of_launcher()).ppid())
+
+
+def _socket_path() -> Path:
+    # The folder is this user's alone: whoever reaches the socket gives the standby its command line.
+    folder = Path(tempfile.gettempdir(), f"ds_encdec-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if (found := folder.lstat()).st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError(f"{folder} is not this user's alone")
+    agent = _torchrun()
+    return folder / f"standby-{agent.pid}-{agent.create_time():.2f}-{os.environ['LOCAL_RANK']}"
+
+
+def _stand_by() -> socket.socket:
+    """Import, wait for the rank, become it, and return the connection to its shell."""
+    order = json.load(sys.stdin)
+    path, torchrun = Path(order["socket"]), psutil.Process(order["torchrun"])
+    for name in order["modules"]:
+        with suppress(Exception):
+            importlib.import_module(name)
+    with socket.socket(socket.AF_UNIX) as server:
+        path.unlink(missing_ok=True)
+        server.bind(str(path))
+        server.listen()
+        server.settimeout(_POLL_SECONDS)
+        own = path.stat()
+        while True:
+            with suppress(TimeoutError):
+                shell, _ = server.accept()
+                break
+            if not path.exists() or not os.path.samestat(path.stat(), own):
+                os._exit(0)  # a later standby has taken its place
+            if not is_alive(torchrun):
+                path.unlink()
+                os._exit(0)
+    path.unlink()
+    shell.settimeout(None)
+    text, streams, _, _ = socket.recv_fds(shell, 2**16, 3)
+    while not text.endswith(b"\n"):
+        text += shell.recv(2**16)
+    rank = json.loads(text)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.argv[:] = rank["arguments"]
+    os.environ.clear()
+    os.environ.update(rank["environment"])
+    os.chdir(rank["folder"])
+    shell.sendall(f"{os.getpid()}\n".encode())
+
+    def end_with_shell() -> None:
+        if not shell.recv(1):
+            end_process(LostRankError.exit_code)
+
+    threading.Thread(target=end_with_shell, name="shell-watch", daemon=True).start()
+    return shell
+
+
+def _pass_on() -> int | None:
+    """Let a standby run this process's rank, and return its exit code; None if none is ready."""
+    shell = socket.socket(socket.AF_UNIX)
+    try:
+        shell.connect(str(_socket_path()))
+        rank: dict[str, Any] = {"arguments": sys.argv, "folder": os.getcwd()}
+        rank["environment"] = dict(os.environ) | {SHELL: str(os.getpid())}
+        # Flushed by nobody else: this process has written nothing.
+        socket.send_fds(shell, [json.dumps(rank).encode() + b"\n"], [0, 1, 2])
+        with shell.makefile() as replies:
+            standby = int(replies.readline())
+            for number in (*STOP_SIGNALS, signal.SIGUSR2):
+                signal.signal(number, lambda number, _: os.kill(standby, number))
+            return int(replies.read() or LostRankError.exit_code)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,132 @@
+"""Decides when the loop saves, saves a checkpoint, records the outcome of a save, and answers alerts of the state."""
+
+import logging
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from ds_encdec.base.types import CheckpointError, DivergedError, NonFiniteStateError, TrainingState
+from ds_encdec.monitor.metrics_file import answer_field
+from ds_encdec.monitor.recorder import Actions
+from ds_encdec.training.loop_state import Trainer, run_callbacks
+from ds_encdec.training.resume import go_back
+from ds_encdec.training.step_plan import StepPlan, is_best
+
+logger = logging.getLogger(__name__)
+
+
+def reason_to_save(
+    run: Trainer, plan: StepPlan, actions: Actions, *, rolled_back: bool, value: float | None
+) -> str | None:
+    """Return why a checkpoint is due after a step, or None. `value`: of the step's evaluation."""
+    saves_best = run.training.save_on_best or run.training.save_strategy == "best"
+    reasons = {
+        "end": run.is_over,
+        "stop": actions.leave is not None,
+        "rollback": rolled_back,
+        "interval": plan.save,
+        "best": saves_best and is_best(run.state, value, run.training),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def save(run: Trainer, reason: str, value: float | None = None) -> None:
+    """Save a checkpoint. It becomes `best` if it was evaluated just now and is better than all saved ones. The last
+    save of this process is written at once, and the run fails with it. The outcome of any other is known later (at once
+    after a rollback), and the run goes on if it failed. If a state is not finite and the run rolls back for it, that
+    earlier state is saved instead."""
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+        run.collectives.on_rank_zero(run.require_folder)
+        after_rollback = "stop" if reason == "stop" else "rollback"  # the run goes on where it was at its end
+        if collect_save(run):  # at most one under way
+            reason, value = after_rollback, None
+        best = is_best(run.state, value, run.training)
+        if reason == "best" and not best:
+            return  # the save that was under way is better
+        saved = replace(run.state, best_value=value, best_step=run.state.global_step) if best else run.state
+        everyones = run.collectives.gather_to_zero((run.lanes, run.recorder.tokens.lanes))
+        run.recorder.record_tokens(run.state, [digests for _, digests in everyones])  # a resume repeats no part of it
+        lanes = [lane for of_rank, _ in everyones for lane in of_rank]
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        facts = {"time": now, "loss": run.recorder.last_loss, "reason": reason}
+        files = run.run_files(saved, run.recorder.state_dict(), lanes, facts)
+        last = reason in ("end", "stop")
+        in_background = run.training.async_save and not last and reason != "rollback"
+        pointers = ("best",) * best + ("final",) * run.is_over
+        run.checkpoints.save(saved, run.engine.stage, files, pointers=pointers, in_background=in_background)
+        run.recorder.machine.note_save()
+        if not in_background and collect_save(run, must_succeed=last):
+            save(run, after_rollback)
+
+
+def collect_save(run: Trainer, *, must_succeed: bool = False) -> bool:
+    """Wait for the save under way, if any, and record its outcome. A failed one changes nothing but the log, unless it
+    `must_succeed`: then CheckpointError is raised. A state that is not finite raises an alert; returns whether the run
+    has rolled back for it (see `answer_alert`)."""
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+        outcome = run.checkpoints.collect()
+    if outcome is None:
+        return False
+    step = outcome.state.global_step
+    if isinstance(outcome.problem, NonFiniteStateError):
+        message = f"this state is not saved, because it is not finite: {outcome.problem}"
+        return answer_alert(run, outcome.state, "non_finite_state", math.nan, message, is_last=must_succeed)
+    if outcome.problem is not None:
+        problem = f"step {step} was not saved: {outcome.problem} {_newest(run)}"
+        if must_succeed:
+            raise CheckpointError(f"{problem}. Then go on with `--resume auto`.")
+        if run.collectives.rank == 0:
+            again = f"{outcome.failures} saves in a row have failed now. " if outcome.failures > 1 else ""
+            logger.error("%s. %sTraining goes on; the next save is at its usual time.", problem, again)
+        return False
+    run.saved_data_step = outcome.state.data_step
+    run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
+    best = " (best so far)" if outcome.state.best_step == step else ""
+    logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
+    run_callbacks(run, "after_save", outcome.state, run.checkpoints.files.at(step))
+    run.state = replace(run.state, best_value=outcome.state.best_value, best_step=outcome.state.best_step)
+    return False
+
+
+def answer_alert(run: Trainer, state: TrainingState, kind: str, value: float, message: str, *, is_last: bool) -> bool:
+    """Raise the alert `kind` about `state`, and act on its answer; returns whether the run has rolled back, and its
+    caller saves at once. Raises DivergedError if the alert stops the run, or if it `is_last`, so that nothing later
+    decides, and there is no rollback."""
+    actions = unless_stopped(run.recorder.alert(state, kind, value, math.inf, message))
+    if roll_back(run, actions):
+        return True
+    if is_last:
+        raise DivergedError(
+            f"{kind}: step {state.global_step}: {message}. {_newest(run)}; all checkpoints are finite. Go on with "
+            "`--resume auto`, and lower training.learning_rate if it happens again."
+        )
+    return False
+
+
+def unless_stopped(actions: Actions) -> Actions:
+    """Return `actions`, or raise DivergedError if an alert ends the run."""
+    if (alert := actions.stop) is not None:
+        kind = alert["type"]
+        raise DivergedError(
+            f"{kind}: {alert['message']} (monitor.{answer_field(kind)}=stop). Checkpoints are untouched."
+        )
+    return actions
+
+
+def roll_back(run: Trainer, actions: Actions) -> bool:
+    """Roll back if an alert demands it and a checkpoint is old enough; returns whether it did. The caller saves at
+    once, in that checkpoint's place: a run that is killed now must not meet the same data again."""
+    if actions.rollback is None:
+        return False
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+        if collect_save(run):
+            return True
+        earlier = go_back(run.state, actions.rollback, run.engine, run.checkpoints, run.recorder)
+    if earlier is not None:
+        run.state, run.skipped_in_a_row = earlier, 0
+    return earlier is not None
+
+
+def _newest(run: Trainer) -> str:
+    step = run.checkpoints.newest_step
+    return "There is no checkpoint yet" if step is None else f"The newest is step {step}'s"

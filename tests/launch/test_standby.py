@@ -1,0 +1,76 @@
+"""A rank that torchrun starts again is run by the process that stood by for it."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_run import environment, is_running, launcher, metrics, overrides, wait_until
+
+pytestmark = pytest.mark.launch
+
+
+def test_a_standby_becomes_the_rank_that_torchrun_starts_again(tmp_path: Path) -> None:
+    run, temporary = tmp_path / "run", tmp_path / "t"
+    temporary.mkdir()
+    command = launcher("torchrun")
+    command[1:1] = ["--max-restarts", "2"]
+    settings = overrides(
+        run,
+        infra__distributed_type="fsdp",
+        infra__offload_optimizer="none",
+        training__num_train_steps=1_000_000,
+        training__save_steps=5,
+        training__logging_steps=1,
+        training__eval_samples=0,
+        training__report_to="none",
+    )
+    log = (tmp_path / "log").open("w")
+    torchrun = subprocess.Popen(
+        [*command, "--config", "quickstart", *settings, "--resume", "auto"],
+        env=environment() | {"TMPDIR": str(temporary)},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+    def sockets() -> set[Path]:
+        return set(temporary.glob("ds_encdec-*/standby-*"))
+
+    def newest_step() -> int:
+        return metrics(run)[-1]["step"] if (run / "metrics.jsonl").exists() and metrics(run) else 0
+
+    try:
+        wait_until(lambda: len(sockets()) == 2 and list(run.glob("checkpoints/step-????????")))
+        ranks = {child.pid: child for child in psutil.Process(torchrun.pid).children()}
+        standbys = {child.pid for child in psutil.process_iter() if _stands_by(child)}
+        assert len(standbys) == 2
+        before = newest_step()
+        next(child for pid, child in ranks.items() if pid != _main_rank(run)).kill()
+        wait_until(lambda: _main_rank(run) in standbys and newest_step() > before)
+        steps = [line["step"] for line in metrics(run)]
+        assert steps == list(range(1, steps[-1] + 1))
+
+        # Those that torchrun knows are others now; what it sends them reaches the ranks.
+        assert _main_rank(run) not in {child.pid for child in psutil.Process(torchrun.pid).children()}
+        torchrun.send_signal(signal.SIGTERM)
+        torchrun.wait(timeout=120)
+        status = json.loads((run / "run.json").read_text())
+        assert (status["state"], status["exit_code"]) == ("preempted", 75)
+        wait_until(lambda: not any(map(is_running, standbys)) and not sockets())
+    finally:
+        torchrun.kill()
+        print((tmp_path / "log").read_text()[-3000:])
+
+
+def _main_rank(run: Path) -> int:
+    return int((run / ".lock").read_text().split()[1])
+
+
+def _stands_by(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("DS_ENCDEC_STANDS_BY") == "1" and process.ppid() != os.getpid()
+    except psutil.Error:
+        return False
