@@ -39,7 +39,7 @@ from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.peers import Watchdog
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError
 from ds_encdec.launch.world import discover
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
@@ -263,6 +263,41 @@ def test_a_checkpoint_has_the_data_behind_its_step_however_far_the_loader_has_re
 
 
 @pytest.mark.parametrize("async_save", [True, False])
+class SkippingEngine(ScriptedEngine):
+    """Does not apply the data steps `skipped`."""
+
+    def __init__(self, skipped: set[int]) -> None:
+        super().__init__({})
+        self.skipped = skipped
+
+    def step(self, veto: object = None) -> StepResult:
+        super().step()
+        return result(applied=self.step_number not in self.skipped)
+
+
+def test_only_skips_in_a_row_end_a_run(tmp_path: Path, eval_losses: list[float]) -> None:
+    limit = {"max_consecutive_skipped_steps": 3}
+    assert train(make_run(tmp_path / "apart", SkippingEngine({2, 3, 5, 7, 8}), **limit)).skipped_steps == 5
+    with pytest.raises(DivergedError, match=r"^3 steps in a row were skipped .* data step 6 \(applied step 3\)"):
+        train(make_run(tmp_path / "in a row", SkippingEngine({4, 5, 6}), **limit))
+
+
+def test_a_folder_that_is_deleted_ends_the_run_at_its_next_line_of_metrics(
+    tmp_path: Path, eval_losses: list[float]
+) -> None:
+    engine = ScriptedEngine({})
+    run = make_run(tmp_path / "checkpoints", engine, logging_steps=2, save_steps=8)
+
+    def require_folder() -> None:
+        if engine.step_number >= 3:
+            raise RunFolderGoneError("it was deleted")
+
+    run.require_folder = require_folder
+    with pytest.raises(RunFolderGoneError):
+        train(run)
+    assert engine.step_number == 4
+
+
 def test_a_save_that_fails_is_not_believed_and_the_next_one_is(
     tmp_path: Path, eval_losses: list[float], caplog: pytest.LogCaptureFixture, async_save: bool
 ) -> None:

@@ -80,6 +80,21 @@ def test_what_fails_is_no_manifest_a_warning_and_tried_again(
     assert sorted(path.parent.name for path in there.rglob(MANIFEST)) == ["step-00000001", "step-00000002"]
 
 
+def test_half_of_a_second_copy_has_no_manifest(run: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, uploads = make_manager(run.checkpoints), Uploads(run, f"file://{there}")
+    tell(uploads, save(manager, 1))
+    uploads.finish()
+    assert list(there.rglob(MANIFEST))
+
+    def put_file(self: LocalFileSystem, path: str, *arguments: Any, **options: Any) -> None:
+        raise ConnectionError("the line is down")
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
+    tell(uploads, save(manager, 1))
+    uploads.finish()
+    assert not list(there.rglob(MANIFEST))
+
+
 def test_a_slow_copy_holds_nothing_up_and_what_was_deleted_meanwhile_is_left_out(
     run: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

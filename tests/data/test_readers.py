@@ -68,8 +68,10 @@ def test_a_resumed_stream_rereads_at_most_one_window(tmp_path: Path, monkeypatch
     monkeypatch.setattr(
         ParquetFiles, "documents", lambda *place: (read.append(row) or row for row in documents(*place))
     )
-    next(StreamReader(source, 0, share(0, 1), straight.position))
+    resumed = StreamReader(source, 0, share(0, 1), straight.position)
+    first = next(resumed)
     assert 0 < len(read) <= 6  # the window of the position: documents 42 to 47
+    assert [first.document.key, next(resumed).document.key] == [next(straight).document.key for _ in range(2)]
 
 
 def test_windows_shuffle(tmp_path: Path) -> None:

@@ -57,6 +57,13 @@ def test_a_state_made_for_torch_is_what_its_own_first_step_makes() -> None:
         assert (made[key].dtype, made[key].requires_grad) == (value.dtype, False)
 
 
+@pytest.mark.parametrize("counter", [3, 3.0])
+def test_a_states_counter_is_set_whatever_its_type(counter: float) -> None:
+    state = {"step": counter, "exp_avg": torch.zeros(2)}
+    set_step(state, 7)
+    assert (state["step"], type(state["step"])) == (7, type(counter))
+
+
 @pytest.mark.parametrize(("options", "device"), [({"fused": True}, "meta"), ({}, "cpu")])
 def test_a_fused_kernel_counts_where_the_weights_are(options: dict[str, Any], device: str) -> None:
     weights = torch.ones(4, device="meta", requires_grad=True)

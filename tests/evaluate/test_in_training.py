@@ -11,13 +11,15 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from ds_encdec.base.types import ConfigError, Example
+from ds_encdec.base.types import ConfigError, Example, LossSum
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.generation import generate
-from ds_encdec.evaluate.in_training import SHOWN_SAMPLES, Judge, figures_of, usable_metrics
+from ds_encdec.evaluate.in_training import SHOWN_SAMPLES, Judge, evaluate, figures_of, usable_metrics
 from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.preemption import Heartbeat
 from ds_encdec.registry import text_metrics
+from ds_encdec.registry.objectives import TASKS
 
 
 class OneOfTwo(HostCollectives):
@@ -46,6 +48,16 @@ class Digits:
 def config_of(**training: Any) -> FullConfig:
     settings = {"bf16": False, "eval_generate_samples": 11, "generation_max_new_tokens": 4, **training}
     return FullConfig.model_validate({"training": settings})
+
+
+def test_losses_are_those_of_all_ranks() -> None:
+    mine, theirs = torch.zeros(2, 2, len(TASKS), dtype=torch.float64)
+    mine[:, 0], theirs[:, 0] = torch.tensor([6.0, 2.0]), torch.tensor([3.0, 7.0])  # nats, tokens
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), evaluate=lambda batch: LossSum(mine[0, 0], *mine))
+    batch: Any = SimpleNamespace(to=lambda device: None)
+    for rank in (0, 1):
+        figures = evaluate(engine, {"": lambda: [batch]}, OneOfTwo(rank, theirs), Heartbeat())
+        assert figures["eval/loss"] == 1.0
 
 
 def test_every_rank_generates_its_share_and_all_come_back_in_order(caplog: pytest.LogCaptureFixture) -> None:

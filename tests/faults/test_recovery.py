@@ -76,6 +76,18 @@ def test_steps_that_are_left_out_and_evaluations_leave_no_trace(runs: ForkedRuns
     assert [(entry["data_step"], entry["type"]) for entry in alerts] == [*types.items()]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_with_an_infinite_loss_is_skipped_by_the_engine_itself(
+    runs: ForkedRuns, tmp_path: Path, engine: str
+) -> None:
+    """Its gradients are finite, and no alert is answered with `skip_step`: nobody else would leave it out."""
+    short = {"training__num_train_steps": 4, "training__warmup_steps": 1}
+    infinite = [{"kind": "infinite_loss", "at": 3, "on_rank": 1}]
+    runs.run(arguments(tmp_path, engine, **short), ranks=2, faults=infinite).ended_with(0)
+    state = json.loads((tmp_path / "checkpoints" / "final" / "trainer.json").read_text())["state"]
+    assert (state["global_step"], state["data_step"], state["skipped_steps"]) == (4, 5, 1)
+
+
 @pytest.fixture(scope="module")
 def never_seen(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float, float]]:
     """What is trained where data steps 13 to 15 do not exist; float32, in which all engines agree."""

@@ -11,13 +11,13 @@ import pytest
 from tiny_run import is_running, wait_until
 
 from ds_encdec.launch import preemption
-from ds_encdec.launch.preemption import SAME_CTRL_C_SECONDS, STOP_SIGNALS, Heartbeat, StopRequest, launchers_above
+from ds_encdec.launch.preemption import SAME_CTRL_C_SECONDS, Heartbeat, StopRequest, launchers_above
 from ds_encdec.launch.world import discover
 
 SINGLE = discover({})
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_signal_asks_for_a_stop_and_the_first_reason_is_kept(number: signal.Signals) -> None:
     outside = signal.signal(number, signal.SIG_DFL)
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
@@ -221,6 +221,7 @@ step_values = st.tuples(value, value, st.sampled_from([1e-4, 2e-4]), st.booleans
 
 @settings(max_examples=60)
 @given(st.lists(step_values, max_size=40), st.integers(0, 40))
+@example([(2.0, 1.0, 1e-4, True)] * 6, 4)
 def test_a_resume_at_any_point_changes_nothing(steps: list[tuple[float, float, float, bool]], cut: int) -> None:
     whole, first, resumed = (
         plateau_monitor(window_size=5, loss_spike_min_values=3, planned_learning_rate=lambda index: 1e-4)

@@ -150,8 +150,10 @@ def test_a_step_without_targets_is_no_trouble(tmp_path: Path) -> None:
     assert recorder.monitor.alerts == []
 
 
-def test_a_veto_judges_the_very_step_and_leaves_it_out_of_the_windows(tmp_path: Path) -> None:
-    recorder = make_recorder(tmp_path / "metrics.jsonl", 0, on_loss_spike="skip_step", **QUIET)
+@pytest.mark.parametrize("non_finite", ["skip_step", "rollback"])
+def test_a_veto_judges_the_very_step_and_leaves_it_out_of_the_windows(tmp_path: Path, non_finite: str) -> None:
+    answers = {"on_loss_spike": "skip_step", "on_non_finite": non_finite}
+    recorder = make_recorder(tmp_path / "metrics.jsonl", 0, **answers, **QUIET)
     state = TrainingState()
     for loss in (2.0, 2.0, 5.0, 2.0, math.nan, 3.5):
         state = step(recorder, state, loss)

@@ -1,12 +1,14 @@
 """Sentinels as real tokens with explicit ids, on Qwen3's own vocabulary."""
 
 import pydoc_data.topics
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from qwen3_vocabulary import oracle, qwen3_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram, WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from ds_encdec import cli
@@ -56,12 +58,31 @@ def test_a_saved_tokenizer_loads_with_the_same_ids(tmp_path: Path) -> None:
     assert loaded.encode(text) == tokenizer.encode(text)
 
 
-def test_a_tokenizer_that_splits_sentinels_within_a_text_is_refused(tmp_path: Path) -> None:
+def with_sentinels_as_words() -> PreTrainedTokenizerFast:
     tokenizer = qwen3_tokenizer()
     tokenizer.add_tokens([AddedToken("<extra_id_0>", single_word=True)], special_tokens=True)
-    tokenizer.save_pretrained(tmp_path)
+    return tokenizer
+
+
+def with_sentinels_that_are_cut() -> PreTrainedTokenizerFast:
+    """They are in the vocabulary, but no text is given their ids."""
+    backend = Tokenizer(WordLevel({"<eos>": 0, "<extra_id_0>": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+@pytest.mark.parametrize("made", [with_sentinels_as_words, with_sentinels_that_are_cut])
+def test_a_tokenizer_that_splits_sentinels_within_a_text_is_refused(
+    tmp_path: Path, made: Callable[[], PreTrainedTokenizerFast]
+) -> None:
+    made().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=f"{tmp_path} splits <extra_id_0> within a text"):
         load_tokenizer(ModelConfig(model_name_or_path=str(tmp_path)), builtin_texts=tuple, mode_tokens=False)
+
+
+def test_a_tokenizer_without_an_end_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="names no eos_token"):
+        add_sentinels(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}))), 1, mode_tokens=False)
 
 
 MODELS = {
