@@ -148,6 +148,8 @@ class ScriptedEngine:
     def held_bytes(self) -> dict[str, int]:
         return {}
 
+    def replica_digest(self) -> None: ...
+
     def stage(self, folder: Path, *, copy: bool) -> StagedSave:
         step = self.step_number
 

@@ -77,6 +77,10 @@ class GateError(DsEncDecError, exit_code=10):
     """A gate (sanity check, phase) was not passed."""
 
 
+class ReplicasDifferError(DsEncDecError, exit_code=11):
+    """Ranks that must hold the same weights or optimizer states hold different ones."""
+
+
 class Interrupted(DsEncDecError, exit_code=130):
     """The user, or the system, ended the program before it was done: 128 and the number of the signal."""
 

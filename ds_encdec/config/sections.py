@@ -174,6 +174,9 @@ class InfraConfig(Section):
     hang_timeout_minutes: float | None = Field(default=None, ge=0)
     """Time without a step, evaluation or save after which every rank writes its stacks into the run's folder and ends
     (exit code 8). None: two thirds of `distributed_timeout_minutes`; 0: never."""
+    replica_check_steps: int = Field(default=100, ge=0)
+    """Steps between two comparisons of what ranks hold alike (docs/monitor.md); each save compares as well. 0: only
+    saves do."""
     fsdp_reduce_every_micro_batch: bool = False
     """FSDP2: reduce gradients after every micro-batch instead of once per step: more communication, 4 bytes per
     parameter of each rank less."""
@@ -239,6 +242,8 @@ class MonitorConfig(Section):
     """Answer to `memory_growth`; `stop` as for `on_throughput_drop`."""
     on_data_wait: Literal["warn", "stop"] = "warn"
     """Answer to `data_wait`; `stop` as for `on_throughput_drop`."""
+    on_replicas_differ: Literal["rollback", "stop"] = "stop"
+    """Answer to `replicas_differ`. `stop` saves nothing (exit code 11); `rollback` takes the newest checkpoint."""
     rollback_min_steps: int = Field(default=50, ge=1)
     """Least age in optimizer steps of a checkpoint to go back to: trouble begins before it shows. It does not
     apply to a state that is not finite, since every saved one was finite."""

@@ -28,12 +28,14 @@ from ds_encdec.config.schedules import learning_rate
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.muon import build_sharded
-from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
+from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, ReplicaDigest, StagedSave, Veto, write_record
+from ds_encdec.engine.replicas import sum_of_bits
 from ds_encdec.engine.sharded_engine import (
     Shard,
     ShardedEngine,
     compute_dtype,
     local_part,
+    local_tensors,
     prepare_for_training,
 )
 from ds_encdec.engine.staging import StagingArea, first_non_finite
@@ -68,7 +70,7 @@ class FSDP2Engine(ShardedEngine):
         model = _build_model(config, model_config, mesh, context.device)
         self.model = self._engine = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._shard_group = mesh.get_group(mesh.ndim - 1)
+        self._mesh, self._shard_group = mesh, mesh.get_group(mesh.ndim - 1)
         # By canonical name; tied parameters appear once. A gathered module shows other tensors; these stay the shards.
         self._parameters = {canonical_name(name): cast(DTensor, one) for name, one in model.named_parameters()}
         if weights is not None:
@@ -124,7 +126,7 @@ class FSDP2Engine(ShardedEngine):
             for kind, (name, parameter) in product(MOMENTS, saved.items())
             if kind in states.get(parameter, ())
         }
-        mesh = next(iter(tensors.values())).device_mesh
+        mesh = self._mesh
         replicas, replica = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
         elements, mine = [0] * replicas, []
         for key, tensor in tensors.items():  # each goes to the replica with the fewest elements so far
@@ -149,6 +151,16 @@ class FSDP2Engine(ShardedEngine):
                 yield name, quantized[name].unpacked()
             else:
                 yield name, cast(DTensor, self._parameters[name].detach().to(self.device, dtype)).full_tensor()
+
+    @torch.no_grad()
+    def replica_digest(self) -> ReplicaDigest | None:
+        mesh = self._mesh
+        if mesh.ndim == 1 or mesh.size(0) == 1:
+            return None
+        quantized = quantized_matrices(self.model).values()
+        packed = [(one.weight, vars(state := one.quant_state), vars(state.state2)) for one in quantized]
+        held = local_tensors([self._parameters, self.optimizer.state, packed])
+        return ReplicaDigest(mesh.get_local_rank(1), mesh.size(1), sum_of_bits(held))
 
     def close(self) -> None:
         super().close()

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from ds_encdec.base.types import Batch, CheckpointError, LossSum, SavedState, StepResult
 from ds_encdec.config.yaml.plain_files import read_json
@@ -32,6 +32,15 @@ class StagedSave:
     num_bytes: int
     first_non_finite: Callable[[], str | None]
     write: Callable[[], list[Path]]
+
+
+class ReplicaDigest(NamedTuple):
+    """The sum of the bits (64-bit, signed) of all that this rank holds alike with the other ranks of its `group`, one
+    of `groups`, counted from 0."""
+
+    group: int
+    groups: int
+    total: int
 
 
 class Engine(Protocol):
@@ -71,6 +80,10 @@ class Engine(Protocol):
         """Return the bytes of the engine's own tensors on this rank now: `weights`, also if the optimizer steps them
         directly, `master_weights`, `gradients` (between a step's last backward pass and its `step`), `optimizer`, and
         `host_states`, in host memory for an accelerator. Not a collective."""
+
+    def replica_digest(self) -> ReplicaDigest | None:
+        """Return the digest of the weights and optimizer states that other ranks hold as well; None, on every rank, if
+        all are sharded. Not for the time of a forward or backward pass. Waits for the device once; no collective."""
 
     def close(self) -> None:
         """Release the process-wide resources that the engine took."""

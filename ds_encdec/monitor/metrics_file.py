@@ -22,9 +22,13 @@ logger = logging.getLogger(__name__)
 # Alerts about the training itself: raised by `TrainingMonitor`, saved with its windows.
 TRAINING_ALERTS = ("non_finite", "loss_spike", "grad_explosion", "loss_plateau", "learning_rate_off")
 # Alerts that the loop finds in the run's state, and the alert whose answer each has.
-STATE_ALERTS = {"non_finite_state": "non_finite", "non_finite_evaluation": "non_finite"}
+STATE_ALERTS = {
+    "non_finite_state": "non_finite",
+    "non_finite_evaluation": "non_finite",
+    "replicas_differ": "replicas_differ",
+}
 # Those of them that no checkpoint can have: a rollback takes the newest, at whatever age.
-JUDGED_AT_SAVES = ("non_finite_state",)
+JUDGED_AT_SAVES = ("non_finite_state", "replicas_differ")
 # Alerts about the machines of the run: raised by `MachineWatch`.
 MACHINE_ALERTS = ("throughput_drop", "straggler", "memory_growth", "data_wait")
 # Logging intervals in a row with the same fault (but for memory) that make an alert: one is noise.

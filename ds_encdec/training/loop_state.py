@@ -13,7 +13,7 @@ from ds_encdec.base.types import Batch, Callback, DsEncDecError, TrainingState
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.loader import LaneLoader
-from ds_encdec.engine.protocol import Engine
+from ds_encdec.engine.protocol import Engine, ReplicaDigest
 from ds_encdec.launch.host_collectives import HostCollectives, Reduction
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.recorder import Recorder
@@ -26,18 +26,21 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class NextStep:
     """This rank's micro-batches of the next step, or its error, and the exchange of all ranks' sums, under way.
-    `lanes`: the records of the steps before. `last_save`: the time of the last save when the exchange began."""
+    `lanes`: the records of the steps before. `last_save`: the time of the last save when the exchange began. `digest`:
+    of the state `behind` it, if it is due; `lowest`: the epoch, and numbers that compare the digests."""
 
     micro_batches: list[Batch]
     error: Exception | None
     lanes: list[dict[str, Any]]
     last_save: float
+    behind: TrainingState
+    digest: ReplicaDigest | None
     sums: Reduction
-    epoch: Reduction
+    lowest: Reduction
 
     def totals(self) -> StepTotals:
         """Return the sums over all ranks, and wait for them."""
-        return StepTotals(*self.sums.result().tolist(), *self.epoch.result().tolist())
+        return StepTotals(*self.sums.result().tolist(), *self.lowest.result()[:1].tolist())
 
 
 @dataclass(kw_only=True)
@@ -64,6 +67,7 @@ class Trainer:
     rehearses: bool = False
     ahead: NextStep | None = field(default=None, init=False)
     skipped_in_a_row: int = field(default=0, init=False)
+    replicas_equal_at: int | None = field(default=None, init=False)  # the step of the last comparison
 
     def __post_init__(self) -> None:
         self.training, self.start = self.config.training, self.state

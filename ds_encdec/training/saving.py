@@ -9,6 +9,7 @@ from ds_encdec.base.types import CheckpointError, DivergedError, NonFiniteStateE
 from ds_encdec.monitor.metrics_file import answer_field
 from ds_encdec.monitor.recorder import Actions
 from ds_encdec.training.loop_state import Trainer, run_callbacks
+from ds_encdec.training.replicas import compare_replicas, replicas_error
 from ds_encdec.training.resume import go_back
 from ds_encdec.training.step_plan import StepPlan, is_best
 
@@ -33,12 +34,13 @@ def reason_to_save(
 def save(run: Trainer, reason: str, value: float | None = None) -> None:
     """Save a checkpoint. It becomes `best` if it was evaluated just now and is better than all saved ones. The last
     save of this process is written at once, and the run fails with it. The outcome of any other is known later (at once
-    after a rollback), and the run goes on if it failed. If a state is not finite and the run rolls back for it, that
-    earlier state is saved instead."""
+    after a rollback), and the run goes on if it failed. If a state is not finite, or replicas differ, and the run rolls
+    back for it, that earlier state is saved instead."""
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         run.collectives.on_rank_zero(run.require_folder)
         after_rollback = "stop" if reason == "stop" else "rollback"  # the run goes on where it was at its end
-        if collect_save(run):  # at most one under way
+        went_back = collect_save(run)  # at most one under way
+        if heal(run, compare_replicas(run)) or went_back:
             reason, value = after_rollback, None
         best = is_best(run.state, value, run.training)
         if reason == "best" and not best:
@@ -125,6 +127,19 @@ def roll_back(run: Trainer, actions: Actions) -> bool:
     if earlier is not None:
         run.state, run.skipped_in_a_row = earlier, 0
     return earlier is not None
+
+
+def heal(run: Trainer, actions: Actions) -> bool:
+    """Roll back if replicas differ and the answer demands it; returns whether it did, with replicas that are equal now.
+    Raises ReplicasDifferError if there is no way back. A collective."""
+    if (alert := actions.rollback) is None:
+        return False
+    if not roll_back(run, actions):
+        raise replicas_error(alert, "there is no checkpoint to go back to")
+    if compare_replicas(run).rollback is not None:
+        step = run.state.global_step
+        raise replicas_error(alert, f"still after the rollback to step {step}, in weights that no checkpoint holds")
+    return True
 
 
 def _newest(run: Trainer) -> str:

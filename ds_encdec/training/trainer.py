@@ -25,7 +25,16 @@ from ds_encdec.evaluate.in_training import evaluate
 from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.monitor.recorder import Actions
 from ds_encdec.training.loop_state import NextStep, Trainer, run_callbacks
-from ds_encdec.training.saving import answer_alert, collect_save, reason_to_save, roll_back, save, unless_stopped
+from ds_encdec.training.replicas import due_digest, judge_replicas, places
+from ds_encdec.training.saving import (
+    answer_alert,
+    collect_save,
+    heal,
+    reason_to_save,
+    roll_back,
+    save,
+    unless_stopped,
+)
 from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation
 
 logger = logging.getLogger(__name__)
@@ -104,6 +113,9 @@ def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
         errors, reasons = zip(*run.collectives.gather((ahead.error, run.stop.reason)), strict=True)
         excused = totals.stop and totals.failed == totals.killed_workers
         _end_between_steps(run, None if excused else next(filter(None, errors)), next(filter(None, reasons), ""))
+    if heal(run, judge_replicas(run, ahead.digest, ahead.lowest.result()[1:].tolist(), ahead.behind)):
+        save(run, "rollback")
+        run.last_save = time.monotonic()
     run.ahead = None
     if ahead.last_save != run.last_save:  # the sums about saves are older than the last save
         totals = replace(totals, save_due=0, saves_over=0)
@@ -132,8 +144,9 @@ def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
         run.checkpoints.save_is_over,
         sum(batch.digest for batch in micro_batches or ()),
     )
-    epoch = run.collectives.begin_lowest(run.loader.epoch)
-    return NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)
+    digest = due_digest(run)  # behind the other sums, which need not wait for the device
+    lowest = run.collectives.begin_lowest(run.loader.epoch, *places(digest))
+    return NextStep(micro_batches or [], error, lanes, run.last_save, run.state, digest, sums, lowest)
 
 
 def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = "") -> NoReturn:

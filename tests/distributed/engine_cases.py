@@ -147,6 +147,7 @@ def trajectory(steps: int, layers: str | None = None, **overrides: Any) -> dict[
         graphs.append(counters["stats"]["unique_graphs"])
     after = engine.evaluate(held_out)
     result = {
+        "digests": [engine.replica_digest()],
         "steps": trained,
         "graphs": graphs,
         "eval": [float(before.total), float(after.total)],
@@ -165,12 +166,12 @@ def skipping(**overrides: Any) -> dict[str, Any]:
     engine = short_engine(**overrides)
     given = [(0, {}), (1, {}), (98, {"veto": lambda norm: True}), (2, {}), (99, {"poison": True}), (3, {})]
     steps = [short_step(engine, number, **how) for number, how in given]
-    state = full_state(engine)
+    state, digest = full_state(engine), engine.replica_digest()
     short_step(engine, 98, veto=lambda norm: True)
     parts = [vars(parameter).get("_hp_mapping") for parameter in engine.model.parameters()]
     kept = [sums for part in parts if part is not None for sums in (part.gradient_dict or {}).values()]
     engine.close()
-    return {"steps": steps, "state": state, "kept": len(kept) - kept.count(None)}
+    return {"steps": steps, "state": state, "digests": [digest], "kept": len(kept) - kept.count(None)}
 
 
 def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
@@ -197,12 +198,15 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
     straight_state = full_state(engine)
     dist.barrier()
     engine.evaluate(random_batch(1, MODEL.vocab_size))  # leaves parameters gathered
+    digests = [engine.replica_digest()]
     again = _load_and_go_on(engine, folder)
     engine.close()
     fresh = short_engine(source=weights if "lora" in overrides else None, **overrides)  # the base of adapters
     resumed = _load_and_go_on(fresh, folder)
+    digests.append(fresh.replica_digest())
     fresh.close()
     return {
+        "digests": digests,
         "files": [str(path.relative_to(folder)) for path in files],
         "num_bytes": staged.num_bytes,
         "saved": saved,
@@ -244,9 +248,11 @@ def arriving(source: str, directory: str, **overrides: Any) -> dict[str, Any]:
         "counters": [float(state["step"]) for state in optimizer.state.values() if "step" in state],
         "weight decays": [group["weight_decay"] for group in optimizer.param_groups],
         "files": save(engine, Path(directory)),
+        "digests": [engine.replica_digest()],
         "steps": [train_step(engine, step, accumulation) for step in (2, 3)],
         "weights": full_weights(engine),
     }
+    result["digests"].append(engine.replica_digest())
     engine.close()
     return result
 

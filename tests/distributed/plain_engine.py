@@ -57,6 +57,9 @@ class PlainEngine(TorchOracle):
     def held_bytes(self) -> dict[str, int]:
         return {"weights": sum(parameter.nbytes for parameter in self._names)}
 
+    def replica_digest(self) -> None:
+        """One rank has no other."""
+
 
 ROW: dict[str, Any] = {
     "name": "plain",

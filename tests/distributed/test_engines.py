@@ -129,6 +129,31 @@ def test_every_file_is_returned_by_one_rank(engine: EngineName, case: str) -> No
     assert len(shards) == (0 if engine == "deepspeed" and case.startswith("zero0") else 2)
 
 
+# Every run of several ranks that leaves digests: engine, ranks, name, settings.
+REPLICATED = [
+    *((*start, f"parity {case}", given) for start, cases in plan.PARITY.items() for case, given in cases.items()),
+    *(
+        (engine, 2, f"skip {case}", plan.SAVES[engine][case])
+        for engine in plan.SKIPS
+        for case in plan.SKIPS[engine].split()
+    ),
+    *((engine, 2, f"save {case}", given) for engine, cases in plan.SAVES.items() for case, given in cases.items()),
+    *((*start, f"arrival {case}", given[2]) for start, cases in plan.ARRIVALS.items() for case, given in cases.items()),
+]
+
+
+@pytest.mark.parametrize(("engine", "world_size", "case", "given"), [one for one in REPLICATED if one[1] > 1])
+def test_what_ranks_hold_alike_is_equal(engine: EngineName, world_size: int, case: str, given: dict[str, Any]) -> None:
+    stage = given["sharding_stage"]
+    shards = given.get("hybrid_shard_size", 1 if stage < ("zero1" if engine == "fsdp" else "zero3") else world_size)
+    for moment in zip(*(rank["digests"] for rank in result(engine, world_size, case)), strict=True):
+        if shards == world_size or (engine, stage[:5]) == ("deepspeed", "zero3"):
+            assert set(moment) == {None}
+        else:
+            assert [digest.group for digest in moment] == [rank % shards for rank in range(world_size)]
+            assert len(set(moment)) == moment[0].groups == shards
+
+
 @every(plan.CHANGED)
 def test_a_resumed_run_follows_its_own_settings(engine: EngineName, case: str) -> None:
     """Against the oracle, whose settings are exchanged in mid-run: rates, decay, betas, epsilon, clipping, schedule."""

@@ -139,11 +139,18 @@ def damaged_state(
     rank: int, *, tensor: str, value: float, after: int, on_rank: int, parameter: str = "", adds: bool = False
 ) -> None:
     """Behind the optimizer's step of data step `after`, before anything judges or saves it, one rank's first element of
-    `tensor` (weight, exp_avg, exp_avg_sq) is `value`, or with `adds` larger by it. `parameter`: a part of the name of
-    the parameter; any by default. Under DeepSpeed a weight is the optimizer's float32 one."""
+    `tensor` (weight, exp_avg, exp_avg_sq, computing) is `value`, or with `adds` larger by it. `parameter`: a part of
+    the name of the parameter; any by default. Under DeepSpeed a weight is the optimizer's float32 one, and `computing`
+    is the one that layers compute with, frozen or not."""
     numbers = itertools.count(1)
 
     def damage(engine: sharded_engine.ShardedEngine) -> None:
+        for name, one in engine.model.named_parameters():
+            if tensor == "computing" and parameter in name:
+                flat = sharded_engine.local_part(one.detach()).view(-1)
+                flat[0] = value + (flat[0] if adds else 0.0)
+                print(f"rank {rank}: {name} is now {flat[0]}", flush=True)
+                return
         for shard, state in engine._states():
             for piece in shard.pieces:
                 if parameter in piece.name:

@@ -44,7 +44,17 @@ from ds_encdec.engine.deepspeed.private import (
     states_mapped,
     undo_first_step,
 )
-from ds_encdec.engine.protocol import TAG, EngineRecord, Piece, StagedSave, Veto, end_to_end, write_record
+from ds_encdec.engine.protocol import (
+    TAG,
+    EngineRecord,
+    Piece,
+    ReplicaDigest,
+    StagedSave,
+    Veto,
+    end_to_end,
+    write_record,
+)
+from ds_encdec.engine.replicas import sum_of_bits
 from ds_encdec.engine.sharded_engine import (
     Shard,
     ShardedEngine,
@@ -191,6 +201,13 @@ class DeepSpeedEngine(ShardedEngine):
     def load(self, saved: SavedState) -> None:
         with states_mapped(self._engine, of=self._training):
             super().load(saved)
+
+    def replica_digest(self) -> ReplicaDigest | None:
+        stage = self._engine.zero_optimization_stage()
+        if stage == 3 or self._context.world.world_size == 1:
+            return None  # what stage 3 keeps whole is gathered anew in each step
+        own = () if stage else ([shard.weights for shard in shards(self._engine)], self._engine.basic_optimizer.state)
+        return ReplicaDigest(0, 1, sum_of_bits(local_tensors([self._engine.module.parameters(), *own])))
 
     def close(self) -> None:
         super().close()
