@@ -1,24 +1,23 @@
 """Keeps a process ready for each rank that torchrun may start again, so that a restart imports nothing.
 
 Under `torchrun --max-restarts` a rank starts a standby after its first step: a process in a session of its own, which
-imports what the rank has imported and waits at a socket. The rank of the next start sends its arguments, environment,
-folder and streams there. From then on the standby is that rank; the process that torchrun knows, its shell, passes
-signals on and ends with the same code. A standby ends with its torchrun. It is a new process and no fork of the rank,
-which holds a GPU and locks."""
+imports what the rank has imported and waits at an abstract socket. The rank of the next start sends its arguments,
+environment, folder and streams there. From then on the standby is that rank; the process that torchrun knows, its
+shell, passes signals on and ends with the same code. A standby ends with its torchrun. It is a new process and no
+fork of the rank, which holds a GPU and locks."""
 
 import importlib
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -57,7 +56,6 @@ def keep_standby(script: str, has_stepped: Callable[[], bool]) -> None:
         modules = [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]
         environment = {name: value for name, value in os.environ.items() if name != SHELL}
         with suppress(OSError):
-            path = _socket_path()
             standby = subprocess.Popen(
                 [sys.executable, script],
                 env=environment | {_STANDS_BY: "1"},
@@ -69,7 +67,7 @@ def keep_standby(script: str, has_stepped: Callable[[], bool]) -> None:
             )
             assert standby.stdin is not None
             with standby.stdin as stream:
-                json.dump({"torchrun": _torchrun().pid, "socket": str(path), "modules": modules}, stream)
+                json.dump({"torchrun": _torchrun().pid, "address": _address(), "modules": modules}, stream)
 
     is_wanted = os.environ.get(SWITCH) != "0"
     if is_wanted and int(os.environ.get(_MOST_RESTARTS, "0")) > int(os.environ.get(_RESTARTS, "0")):
@@ -80,39 +78,39 @@ def _torchrun() -> psutil.Process:
     return psutil.Process(psutil.Process(process_of_launcher()).ppid())
 
 
-def _socket_path() -> Path:
-    # The folder is this user's alone: whoever reaches the socket gives the standby its command line.
-    folder = Path(tempfile.gettempdir(), f"ds_encdec-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if (found := folder.lstat()).st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{folder} is not this user's alone")
+def _address() -> str:
+    # An abstract socket's: it is gone with its process, and no TMPDIR is too long for it.
     agent = _torchrun()
-    return folder / f"standby-{agent.pid}-{agent.create_time():.2f}-{os.environ['LOCAL_RANK']}"
+    return f"\0ds_encdec-standby-{agent.pid}-{agent.create_time():.2f}-{os.environ['LOCAL_RANK']}"
+
+
+def _is_own(connection: socket.socket) -> bool:
+    """Return whether the other end is this user's: it gets a command line and an environment, or gives them."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user == os.getuid()
 
 
 def _stand_by() -> socket.socket:
     """Import, wait for the rank, become it, and return the connection to its shell."""
     order = json.load(sys.stdin)
-    path, torchrun = Path(order["socket"]), psutil.Process(order["torchrun"])
+    torchrun = psutil.Process(order["torchrun"])
     for name in order["modules"]:
         with suppress(Exception):
             importlib.import_module(name)
     with socket.socket(socket.AF_UNIX) as server:
-        path.unlink(missing_ok=True)
-        server.bind(str(path))
+        try:
+            server.bind(order["address"])
+        except OSError:
+            os._exit(0)  # an earlier start's standby is in this place
         server.listen()
         server.settimeout(_POLL_SECONDS)
-        own = path.stat()
         while True:
             with suppress(TimeoutError):
                 shell, _ = server.accept()
-                break
-            if not path.exists() or not os.path.samestat(path.stat(), own):
-                os._exit(0)  # a later standby has taken its place
+                if _is_own(shell):
+                    break
             if not is_alive(torchrun):
-                path.unlink()
                 os._exit(0)
-    path.unlink()
     shell.settimeout(None)
     text, streams, _, _ = socket.recv_fds(shell, 2**16, 3)
     while not text.endswith(b"\n"):
@@ -139,7 +137,9 @@ def _pass_on() -> int | None:
     """Let a standby run this process's rank, and return its exit code; None if none is ready."""
     shell = socket.socket(socket.AF_UNIX)
     try:
-        shell.connect(str(_socket_path()))
+        shell.connect(_address())
+        if not _is_own(shell):
+            return None
         rank: dict[str, Any] = {"arguments": sys.argv, "folder": os.getcwd()}
         rank["environment"] = dict(os.environ) | {SHELL: str(os.getpid())}
         # Flushed by nobody else: this process has written nothing.

@@ -137,7 +137,7 @@ class Victim:
         self.log.write_text("")
         port, ranks = free_port(), list[int]()
         for rank in range(WORLD_SIZE):
-            program = partial(on_this_host, rank, WORLD_SIZE, port, arguments, {}, [], self._folder)
+            program = partial(on_this_host, rank, WORLD_SIZE, port, arguments, {}, [], self._folder, "train")
             ranks.append(os.fork() or be_rank(str(self.log), program))
             os.setpgid(ranks[rank], ranks[0])
         return ranks
