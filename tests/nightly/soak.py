@@ -5,9 +5,9 @@
 
 Two ranks with a data worker each train a tiny model under torchrun, which starts lost ranks again, and that under the
 supervisor, which starts torchrun again. Every half minute or so one of `FAULTS` happens. At the end `ds-encdec stop`
-ends the run, and an undisturbed one trains as many steps. Every weight and moment of the two last checkpoints must be equal to the
-bit, metrics.jsonl must have each step once, and the memory of ranks and workers of the undisturbed run must not grow.
-Exit code 1 where a check failed.
+ends the run, and an undisturbed one trains as many steps. Every weight and moment of the two last checkpoints must be
+equal to the bit, metrics.jsonl must have each step once, and the memory of ranks and workers of the undisturbed run
+must not grow. Exit code 1: a check failed.
 """
 
 import argparse
@@ -127,12 +127,7 @@ def supervised(folder: Path, engine: str) -> "subprocess.Popen[bytes]":
     command = [str(ROOT / "scripts" / "supervise.sh"), str(folder), *words, "--config", "quickstart"]
     command += overrides(folder, **SETTINGS | ENGINES[engine] | {"training__num_train_steps": 10_000_000})
     command += ["--resume", "auto"]
-    variables = {
-        "SUPERVISE_SECONDS": "1",
-        "SUPERVISE_RESTARTS": "50",
-        "SOAK": str(folder),
-        "TMPDIR": str(folder.parent),
-    }
+    variables = {"SUPERVISE_SECONDS": "1", "SUPERVISE_RESTARTS": "50", "SOAK": str(folder)}
     own = environment() | variables
     with folder.with_suffix(".log").open("w") as log:
         return subprocess.Popen(command, env=own, stdout=log, stderr=log, start_new_session=True)
@@ -152,7 +147,8 @@ def soak(folder: Path, engine: str, minutes: float, rng: random.Random) -> Count
             except (IndexError, psutil.Error, AttributeError):
                 continue  # between two starts
             happened[fault.__name__] += 1
-            assert supervisor.poll() is None, f"the supervisor has ended after {fault.__name__}"
+            log = folder.with_suffix(".log").read_text()[-5000:]
+            assert supervisor.poll() is None, f"the supervisor has ended after {fault.__name__}:\n{log}"
         wait_until(lambda: len(tree.ranks()) == 2, 300)
         wait_until(lambda: _state(folder) == "running" and run([*_verb(), "stop", str(folder)], folder).returncode == 0)
         assert supervisor.wait(timeout=300) == 75
@@ -225,8 +221,9 @@ def main() -> int:
     options = parser.parse_args()
     engines = [options.engine] if options.engine else [*ENGINES]
     rng, failed = random.Random(options.seed), False
-    print("| engine | faults | steps | weights and moments | growth of a process, MiB a minute |")
-    print("|---|---|---|---|---|")
+    print(
+        "| engine | faults | steps | weights and moments | growth of a process, MiB a minute |\n|---|---|---|---|---|"
+    )
     for engine in engines:
         with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
             disturbed, whole = Path(scratch, "disturbed"), Path(scratch, "whole")
