@@ -33,6 +33,7 @@ from ds_encdec.launch.disk import Writing, flush_folder, unused_path
 logger = logging.getLogger(__name__)
 
 _REPLACED = ".replaced-"
+_POINTERS = ("latest", "best", "final")
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -49,16 +50,19 @@ def begin(final: Path) -> Path:
 
 
 def rename_into_place(final: Path) -> Path:
-    """Rename `unfinished(final)`, which is durable, and return an earlier folder's new path. Raises OSError; then an
-    earlier folder is unchanged."""
+    """Rename `unfinished(final)`, whose content is durable, and flush the name; return an earlier folder's new path.
+    Raises OSError; then an earlier folder has its name again."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
+    delete(replaced)  # an earlier deletion may have failed
     if final.exists():
-        delete(replaced)  # an earlier deletion may have failed
         # A kill between these two renames leaves the earlier one without its name; `clear_leftovers` restores it.
         os.rename(final, replaced)
     try:
         os.rename(unfinished(final), final)
+        flush_folder(final.parent)
     except OSError:
+        if final.exists():  # its name may be lost with the power: nothing may rely on it
+            os.rename(final, unfinished(final))
         if replaced.exists():
             os.rename(replaced, final)
         raise
@@ -101,9 +105,7 @@ def written_whole(out: Path, *, replace: bool = False) -> Iterator[tuple[Path, W
             yield begin(out), writing
             for path in (unfinished(out), *unfinished(out).rglob("*")):
                 flush_folder(path)  # a network's file system may refuse only now
-            replaced = rename_into_place(out)
-            flush_folder(parent)
-            delete(replaced)
+            delete(rename_into_place(out))
         except BaseException:
             shutil.rmtree(unfinished(out), ignore_errors=True)
             raise
@@ -127,21 +129,24 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def commit(self, step: int, pointers: Sequence[str]) -> None:
-        """Make the sealed `step-N.tmp` visible, point `latest` and `pointers` at it, delete checkpoints beyond `keep`.
-        Raises OSError; then an earlier checkpoint of the step is unchanged. Later errors are only warnings."""
+        """Make the sealed `step-N.tmp` visible, point `latest` and `pointers` at it, delete checkpoints beyond `keep`:
+        each of the three is durable before the next begins. Raises OSError if the first is not; then an earlier
+        checkpoint of the step is unchanged. Later errors are only warnings."""
         final = self.at(step)
         # New links may need space; moving them over the old ones does not.
         links = {name: _new_link(self.path / name, final.name) for name in ("latest", *pointers)}
         replaced = rename_into_place(final)
         try:
             for name, link in links.items():
+                self._clear_for_link(name)
                 os.replace(link, self.path / name)
             flush_folder(self.path)
         except OSError as error:
             logger.warning("%s is saved, but not all of %s point at it: %s", final.name, ", ".join(links), error)
+            return
         try:
             delete(replaced)
-            pointed = {link.resolve() for name in ("latest", "best", "final") if (link := self.path / name).exists()}
+            pointed = {link.resolve() for name in _POINTERS if (link := self.path / name).exists()}
             older = [path for _, path in sorted(committed_steps(self.path).items())]
             superfluous = [path for path in older[: -self._keep] if path.resolve() not in pointed] if self._keep else []
             for path in superfluous:
@@ -151,13 +156,28 @@ class CheckpointFolder:
         except OSError as error:
             logger.warning("An old checkpoint could not be deleted (training.save_total_limit): %s", error)
 
+    def clear_leftovers(self) -> None:
+        """Repair leftovers of killed processes, remove links to nothing, and put aside folders named as pointers."""
+        clear_leftovers(self.path)
+        for name in _POINTERS:
+            self._clear_for_link(name)
+            if not (self.path / name).exists():  # a power loss may have kept the link alone
+                delete(self.path / name)
+
+    def _clear_for_link(self, name: str) -> None:
+        if (self.path / name).is_dir() and not (self.path / name).is_symlink():  # as in a copy that followed links
+            self._abandon(self.path / name, "It is no link")
+
+    def _abandon(self, path: Path, why: str) -> None:
+        aside = unused_path(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
+        path.rename(aside)
+        logger.warning("%s: %s is now %s.", why, path.name, aside.name)
+
     def go_back_to(self, step: int, best_step: int | None) -> None:
         """Rename later checkpoints to `abandoned-…` (`keep` of these stay), and point at `step` and `best_step`."""
         for later, path in committed_steps(self.path).items():
             if later > step:
-                aside = unused_path(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
-                path.rename(aside)
-                logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
+                self._abandon(path, f"Going back to step {step}")
         # Their names end with the moment of the rename, which sorts them, and then the step.
         abandoned = sorted(self.path.glob("abandoned-*"), key=lambda path: path.name.split("-", 3)[3:])
         for path in abandoned[: -self._keep] if self._keep else ():
@@ -184,7 +204,7 @@ def committed_steps(folder: Path) -> dict[int, Path]:
 
 def _new_link(link: Path, target: str) -> Path:
     temporary = link.with_name(f".{link.name}.tmp")
-    temporary.unlink(missing_ok=True)
+    delete(temporary)
     temporary.symlink_to(target)
     return temporary
 

@@ -22,7 +22,6 @@ from ds_encdec.checkpoint.folder import (
     Checkpoint,
     CheckpointFolder,
     begin,
-    clear_leftovers,
     committed_steps,
     unfinished,
 )
@@ -101,7 +100,7 @@ class CheckpointManager:
         self._collectives.on_every_rank(
             lambda: machines.index(machines[rank]) == rank and _touch(self.folder / f".probe-{rank}.tmp")
         )
-        self._collectives.on_rank_zero(lambda: clear_leftovers(self.folder))
+        self._collectives.on_rank_zero(self.files.clear_leftovers)
 
     def save(
         self,

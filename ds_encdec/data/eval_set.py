@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ds_encdec.base.types import DataError, Example
+from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.fingerprint import Facts, digest
@@ -19,7 +20,7 @@ from ds_encdec.data.packing import Waiting
 from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, Split, all_rows, held_out_hash
 from ds_encdec.launch.disk import write_atomically
 
-_FORMAT = 3  # of the cached files, and of the rules that make examples of rows: raised when either changes
+_FORMAT = 4  # of the cached files, and of the rules that make examples of rows: raised when either changes
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,8 @@ def evaluation_examples(
 ) -> list[Example]:
     """Return the first `num_examples` held-out examples, or all. Raises DataError if no example is held out."""
     kept = cache_folder and cache_folder / f"examples-{digest([_FORMAT, facts, num_examples])}.json"
-    if kept and kept.exists():
-        try:
-            rows = json.loads(kept.read_bytes())
-            return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
-        except (OSError, ValueError, TypeError) as error:
-            raise DataError(f"{kept}: cannot be read ({error}). Delete it: a run makes it again") from error
+    if kept and (examples := _read_examples(kept)):
+        return examples
     if kept:
         logger.info("building the evaluation set (cached in %s)", kept)
     examples = list(islice(held_out_examples(pipeline, own), num_examples))
@@ -50,10 +47,27 @@ def evaluation_examples(
             "evaluation off with training.eval_samples=0"
         )
     if kept:
-        kept.parent.mkdir(parents=True, exist_ok=True)
         rows = [(one.encoder_ids.tolist(), one.decoder_ids.tolist(), one.denoiser, one.document) for one in examples]
-        write_atomically(kept, json.dumps(rows))
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(kept, json.dumps({"digest": digest(rows), "examples": rows}))
+        except OSError as error:
+            logger.warning("%s could not be written (%s): the evaluation set is made again by each rank", kept, error)
     return examples
+
+
+def _read_examples(path: Path) -> list[Example]:
+    try:
+        content = read_json(path, None)
+        if content["digest"] != digest(content["examples"]):
+            raise ValueError("its digest does not match")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        logger.warning("%s is damaged, and is made again: %r", path, error)
+        return []
+    rows = content["examples"]
+    return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
 
 
 def packed(examples: Iterable[Example], pipeline: LanePipeline, budgets: Budgets) -> Iterator[list[Example]]:

@@ -23,6 +23,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _ADVICE = {
     errno.EFBIG: "Raise the limit on the size of files (ulimit -f).",
     errno.EROFS: "Make its file system writable again.",
+    errno.EISDIR: "Move that folder away: it has the name of a file.",
 }
 _LOOK = "Check that its file system is mounted, healthy, and writable for this user."
 
@@ -107,6 +108,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the content of `path`, text in UTF-8, through an `atomic_file`. Raises OSError."""
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, under durable names. Raises OSError."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        with suppress(PermissionError):  # one may write into a folder that one may not list
+            flush_folder(path.parent)
 
 
 def flush_folder(path: Path) -> None:

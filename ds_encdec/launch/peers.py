@@ -268,7 +268,8 @@ def record(folder: RunFolder, state: str, **facts: Any) -> None:
     try:
         folder.write_status(state, **facts)
     except Exception as error:
-        logger.error("%s could not be written (%s); the run is %s.", folder.run_json, error, state)
+        end = f" with exit code {facts['exit_code']}, which that file does not say" if "exit_code" in facts else ""
+        logger.error("%s could not be written (%s): the run is %s%s.", folder.run_json, error, state, end)
 
 
 def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> DsEncDecError:

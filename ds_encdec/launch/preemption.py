@@ -118,7 +118,7 @@ class StopRequest:
         """True from the first signal, stop file or launcher's end on; on this rank alone, so exchange it."""
         if self._stop_file is not None and time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + self.poll_seconds
-            if os.path.exists(self._stop_file):
+            if os.path.isfile(self._stop_file):
                 self.reason = self.reason or BY_FILE
         return self.reason is not None
 

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import logging
 import os
 import platform
 import re
@@ -24,9 +25,12 @@ import psutil
 
 from ds_encdec.base.terminal import SECRET, without_url_secrets
 from ds_encdec.base.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
-from ds_encdec.launch.disk import NO_SPACE, cpu_line, installed_versions, write_atomically
+from ds_encdec.config.yaml.plain_files import read_json
+from ds_encdec.launch.disk import NO_SPACE, cpu_line, flush_folder, installed_versions, make_folder, write_atomically
 from ds_encdec.launch.preemption import BY_FILE
 from ds_encdec.launch.world import World
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _REASON_ON_A_FULL_DISK = 1000  # characters that keep `run.json` within the block that it has
@@ -86,19 +90,33 @@ class RunFolder:
         return self.earlier
 
     def require_present(self) -> None:
-        """Raise RunFolderGoneError if the folder that this process has claimed was deleted or replaced since."""
-        try:
-            gone = self._lock is not None and not os.path.samestat(
-                os.fstat(self._lock.fileno()), os.stat(self.root / ".lock")
-            )
-        except OSError as error:  # if the file system does not answer now, the next save reports it
-            gone = isinstance(error, FileNotFoundError)
-        if gone:
-            raise RunFolderGoneError(
-                f"infra.output_dir: {self.root} was deleted or replaced while this run was writing into it, so no "
+        """Raise RunFolderGoneError if the folder that this process has claimed was deleted or replaced since, and
+        CheckpointError if its checkpoints were deleted."""
+        gone: Path | None = None
+        if self._lock is not None:
+            try:
+                if not os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.root / ".lock")):
+                    gone = self.root
+                elif not self.checkpoints.is_dir():
+                    gone = self.checkpoints
+            except OSError as error:  # if the file system does not answer now, the next save reports it
+                gone = self.root if isinstance(error, FileNotFoundError) else None
+        if gone is not None:
+            raise (RunFolderGoneError if gone == self.root else CheckpointError)(
+                f"infra.output_dir: {gone} was deleted or replaced while this run was writing into it, so no "
                 "checkpoint can be saved. Restore a copy of the folder and continue with `--resume auto`, or start "
                 "again."
             )
+
+    def flush_record(self) -> None:
+        """Make the lines written so far durable, and the names of their files. A disk that refuses costs an error in
+        the log, never the run."""
+        for path in (self.metrics, self.abandoned_metrics, self.samples, self.events, self.root):
+            try:
+                if path.exists():
+                    flush_folder(path)
+            except OSError as error:
+                logger.error("%s: its last lines may not be on the disk: %s", path, error)
 
     def release(self) -> None:
         """Release the folder, which also happens when the process ends, however it ends."""
@@ -116,6 +134,8 @@ class RunFolder:
             previous = self.read_status()
             if state == "failed" and previous != self.earlier and previous.get("state") not in (None, "running"):
                 return
+            if state != "running":
+                self.flush_record()
             record = {
                 **previous,
                 **facts,
@@ -133,13 +153,13 @@ class RunFolder:
                 with open(self.run_json, "r+") as file:  # over the old text, which takes no more space
                     file.write(json.dumps(record, indent=2) + "\n")
                     file.truncate()
+                flush_folder(self.run_json)
 
     def read_status(self) -> dict[str, Any]:
-        """Return the content of `run.json`, or {} if that file is missing."""
-        try:
-            return json.loads(self.run_json.read_text())
-        except (OSError, ValueError):
-            return {}
+        """Return the content of `run.json`, or {} if there is none that a run has written."""
+        status = read_mapping(self.run_json)
+        kinds = {"state": str, "reason": str, "exit_code": int | None}
+        return status if all(isinstance(status.get(name), kind) for name, kind in kinds.items()) else {}
 
     def ask_to_stop(self) -> str:
         """Request that the run save and end, from any host that sees this folder; return the message about it. A run
@@ -147,9 +167,9 @@ class RunFolder:
         status = self.read_status()
         if not status:
             raise ConfigError(f"{self.root} is not a run's folder: it has no run.json")
-        if status["state"] != "running":
+        if status.get("state") != "running":
             return (
-                f"{self.root}: nothing to stop, the run has ended: {status['state']}, "
+                f"{self.root}: nothing to stop, the run has ended: {status.get('state')}, "
                 f"exit code {status.get('exit_code')}"
             )
         try:
@@ -163,11 +183,19 @@ class RunFolder:
         return any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file of a run's folder; {} if there is none: no file, a damaged or another one."""
+    with suppress(OSError, ValueError):
+        if isinstance(content := read_json(path), dict):
+            return content
+    return {}
+
+
 def take_folder(folder: Path, field: str) -> IO[str]:
     """Make `folder`, and lock it for this process until the returned file is closed; `field` names it in messages.
     Raises ConfigError if it cannot be written or locked, OutputLockedError if another process has it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  the caller closes it
     except OSError as error:
         raise ConfigError(f"{field}: cannot write to {folder} ({error.strerror}); choose another folder.") from error

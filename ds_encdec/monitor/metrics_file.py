@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 from ds_encdec.base.types import DataError
 from ds_encdec.config.schema import MonitorConfig
-from ds_encdec.launch.disk import write_atomically
+from ds_encdec.launch.disk import flush_folder, write_atomically
 from ds_encdec.launch.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,10 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
     refuses costs an error in the log, never the run, and leaves no torn line behind."""
     text = json.dumps(values, allow_nan=False).encode() + b"\n"
     try:
+        is_new = not path.exists()
         with path.open("ab", buffering=0) as file:
+            if is_new:
+                logger.warning("%s was deleted, and begins again: the lines before are lost", path)
             size = file.tell()
             if file.write(text) != len(text):
                 file.truncate(size)
@@ -71,12 +75,15 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
 
 def cut_after(path: Path, step: int, *, aside: Path | None = None, **mark: int) -> None:
     """Keep the whole lines up to `step` (none at all for 0), by an atomic replacement of the file. Raises OSError. The
-    later ones are appended to the file `aside` first, if given, each with `mark`."""
+    later ones are appended to the file `aside` first, if given, each with `mark`. Unreadable lines are cut out."""
     content = _step_lines(path.name, path.read_bytes())
     kept = [line for line in content.lines if 0 < step >= line["step"]]
     if aside is not None:
         with aside.open("a") as file:
             file.writelines(json.dumps(line | mark) + "\n" for line in content.lines if not 0 < step >= line["step"])
+        flush_folder(aside)
+    if content.problem:
+        logger.warning("%s", content.problem)
     if content.problem or content.is_torn or len(kept) < len(content.lines):
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -139,10 +146,14 @@ def answer(alert_type: str, settings: MonitorConfig) -> str:
 
 
 class EventLog:
-    """Appends to the file; does nothing if `path` is None, as on all ranks but 0."""
+    """Appends to the file, from which unreadable lines are cut first; does nothing if `path` is None, as on all ranks
+    but 0. Raises OSError."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        if path is not None:
+            path.touch()
+            cut_after(path, sys.maxsize)
 
     def write(self, kind: Kind, *, step: int, data_step: int, **facts: Any) -> None:
         """Append an entry."""

@@ -70,6 +70,7 @@ class Recorder:
         self.machine = MachineWatch(self.settings)
         self.tokens = TokenDigests()
         self._steps = StepAccumulator(self.device)
+        self.logged = 0  # intervals of the run, each with a line in metrics.jsonl
         self.last_loss: float | None = None  # of the last judged step that had targets, over all ranks
         self._flops, self._last = 0.0, state
         self._judged_steps = self._restored_steps = 0  # steps of the interval
@@ -155,6 +156,7 @@ class Recorder:
             "health/rollbacks": state.rollbacks,
             **self._once,
         })  # fmt: skip
+        self.logged += 1
         self._once = {}
         self._alerts_in_interval.clear()
         if long_rows and not self._last.long_rows and self.collectives.rank == 0:
@@ -186,6 +188,7 @@ class Recorder:
         """Return the windows and the judged steps of an unfinished interval; equal on all ranks. A collective."""
         return {
             "steps": self._steps.state_dict(),
+            "logged": self.logged,
             "monitor": self.monitor.state_dict(),
             "machine": {"throughput": self.machine.throughput.state_dict()},
         }
@@ -220,6 +223,7 @@ class Recorder:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._steps.load_state_dict(state["steps"])
+        self.logged = state["logged"]
         self._restored_steps = self._judged_steps = len(state["steps"]["records"])  # taken before this clock ran
 
     def _refuses(self, norm: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import netrc
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -25,7 +26,7 @@ from ds_encdec.base import terminal
 from ds_encdec.base.plugins import load_plugin
 from ds_encdec.base.quantities import duration
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.launch.disk import flush_folder
+from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import append_line, cut_after
 
@@ -135,12 +136,6 @@ class JsonlSink(Sink):
             cut_after(self._path, step, aside=abandoned, rollback=rollback)
         except OSError as error:
             logger.error("%s: the metrics after step %d could not be put aside: %s", self._path, step, error)
-
-    def close(self, exit_code: int = 0) -> None:
-        try:
-            flush_folder(self._path)
-        except OSError as error:
-            logger.error("%s: the last metrics may not be on the disk: %s", self._path, error)
 
 
 class SamplesSink(JsonlSink):
@@ -268,14 +263,11 @@ class WandbSink(Sink):
     def __init__(self, logging_dir: Path, config: FullConfig) -> None:
         infra = config.infra
         logging_dir.mkdir(parents=True, exist_ok=True)
-        run_id, id_file = os.environ.get("WANDB_RUN_ID"), logging_dir / "wandb_run_id"
-        if run_id or not id_file.exists():
-            id_file.write_text((run_id or os.urandom(4).hex()) + "\n")
         self._run = _start_wandb(
             project=infra.wandb_project,
             entity=infra.wandb_entity,
             name=infra.wandb_run_name,
-            id=id_file.read_text().strip(),
+            id=_wandb_run_id(logging_dir),
             config=config.model_dump(mode="json"),
             dir=os.environ.get("WANDB_DIR") or str(logging_dir),
             resume="allow",
@@ -293,6 +285,26 @@ class WandbSink(Sink):
 
     def close(self, exit_code: int = 0) -> None:
         self._run.finish(exit_code=exit_code)
+
+
+def _wandb_run_id(logging_dir: Path) -> str:
+    """Return the id of this folder's W&B run: of WANDB_RUN_ID, or kept from an earlier start, or new. It is kept with
+    the folder's path and inode: a folder that has neither is a copy, whose metrics belong into another run."""
+    kept, place = logging_dir / "wandb_run_id", [str(logging_dir.resolve()), str(logging_dir.stat().st_ino)]
+    run_id, text = os.environ.get("WANDB_RUN_ID", ""), ""
+    with suppress(OSError, ValueError):
+        text = kept.read_text()
+    earlier, *known = text.splitlines() or [""]
+    if not run_id and re.fullmatch(r"[\w.-]{1,128}", earlier):
+        if not known or {*known} & {*place}:
+            run_id = earlier
+        else:
+            told = "W&B: %s is a copy of %s and gets a run of its own; WANDB_RUN_ID=%s would go on with that one's"
+            logger.warning(told, logging_dir, known[0], earlier)
+    run_id = run_id or os.urandom(4).hex()
+    if text != (line := "\n".join([run_id, *place]) + "\n"):
+        write_atomically(kept, line)
+    return run_id
 
 
 def _start_wandb(**arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 configuration, its records, and the rest of a checkpoint."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,14 @@ from ds_encdec.memory.job import Job
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
 from ds_encdec.model.parameter_count import trained_share, trained_summary, training_flops
-from ds_encdec.monitor.metrics_file import EventLog
+from ds_encdec.monitor.metrics_file import EventLog, read_step_lines
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
 from ds_encdec.registry.engines import ENGINES, ByEngine
 from ds_encdec.training.run_model import RunModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
     recorder = run.context.collectives.on_every_rank(open_recorder)
     if run.checkpoint:
         recorder.load_state_dict(run.checkpoint.read_json("trainer.json")["recorder"])
+        _compare_lines(run, recorder)
     recorder.events.write(
         "start",
         step=state.global_step,
@@ -135,6 +139,18 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
         engine=run.context.engine,
     )
     return recorder
+
+
+def _compare_lines(run: Run, recorder: Recorder) -> None:
+    """Log how many lines metrics.jsonl lacks of those before the run's own checkpoint, and count on from its lines."""
+    path, expected = run.folder.metrics, recorder.logged
+    recorder.logged = sum("train/tokens_seen" in line for line in read_step_lines(path).lines)
+    is_own = run.checkpoint is not None and run.checkpoint.path.parent == run.folder.checkpoints.resolve()
+    if is_own and recorder.logged < expected and run.context.world.is_main:
+        logger.warning(
+            "%s has no line for %d of the %d logging steps before the checkpoint, as after a power loss or a deletion.",
+            *(path, expected - recorder.logged, expected),
+        )
 
 
 def checkpoint_files(
@@ -162,6 +178,7 @@ def checkpoint_files(
     }
 
     def write(checkpoint: Path) -> None:
+        run.folder.flush_record()  # no checkpoint is durable before the lines about its steps
         for name, text in texts.items():
             (checkpoint / name).write_text(text, encoding="utf-8")
         run.model.config.save_pretrained(checkpoint / "model")

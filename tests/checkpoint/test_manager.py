@@ -5,6 +5,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_calls import Call, recorded
 from saved_checkpoints import flip_byte
 from saves import NUM_BYTES, begin, collect, engine, find, found, make_manager, save
 from tiny_run import wait_until
@@ -270,43 +272,96 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, in_backgrou
     verify_checkpoint(save(manager, 3))
 
 
-@pytest.fixture
-def done(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """What is flushed, and what gets its name by a rename, in their order."""
-    done: list[Path] = []
-    fsync, rename = os.fsync, os.rename
-
-    def flush(descriptor: int) -> None:
-        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
-
-    def name(source: Path, target: Path) -> None:
-        done.append(Path(target))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(os, "rename", name)
-    return done
-
-
-def test_a_commit_is_durable_in_its_order(tmp_path: Path, done: list[Path]) -> None:
-    final, temporary = save(make_manager(tmp_path), 1), tmp_path / "step-00000001.tmp"
-    named = done.index(final)
-    written = {temporary / path.relative_to(final) for path in (final, *final.rglob("*"))}
-    manifest = temporary / f".manifest.json.{socket.gethostname()}.{os.getpid()}.tmp"  # which is named when it is whole
-    assert (written - {temporary / "manifest.json"}) | {manifest} <= set(done[:named])
-    assert temporary in done[done.index(manifest) : named]
-    assert tmp_path in done[named:]
+def test_a_commit_is_durable_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager(tmp_path, keep=1)
+    old = save(manager, 1)
+    done = recorded(monkeypatch)
+    final, temporary = save(manager, 2, "best"), tmp_path / "step-00000002.tmp"
+    manifest = temporary / f".manifest.json.{socket.gethostname()}.{os.getpid()}.tmp"
+    written = {temporary / path.relative_to(final) for path in (final, *final.rglob("*"))} - {temporary / MANIFEST}
+    named = done.index(Call("rename", final))
+    assert written | {manifest} <= {path for name, path in done[:named] if name == "fsync"}
+    assert done[done.index(Call("fsync", manifest)) :][:9] == [
+        Call("fsync", manifest),
+        Call("replace", temporary / MANIFEST),
+        Call("fsync", temporary),
+        Call("rename", final),
+        Call("fsync", tmp_path),  # before a link names it
+        Call("replace", tmp_path / "latest"),
+        Call("replace", tmp_path / "best"),
+        Call("fsync", tmp_path),  # before anything that they named before is gone
+        Call("rename", old.with_name(f"{old.name}.tmp")),
+    ]
 
 
-def test_an_export_is_durable_in_its_order(tmp_path: Path, done: list[Path]) -> None:
+def flushes(folder: Path, after: Path) -> Callable[[Call], bool]:
+    """Whether a call flushes `folder` with `after` in it: the flush behind that rename."""
+    return lambda call: call == Call("fsync", folder) and after.is_dir()
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["the same step again", "the next step"])
+def test_a_name_that_may_not_be_on_the_disk_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    manager = make_manager(tmp_path, keep=1)
+    earlier = verify_checkpoint(save(manager, 1, "best"))
+    with monkeypatch.context() as broken:
+        final = tmp_path / f"step-{step:08d}"
+        done = recorded(broken, lambda call: flushes(tmp_path, final)(call) and Call("rename", final) in done)
+        problem = problem_of(manager, step, "best")
+    assert "Input/output error" in problem
+    assert verify_checkpoint(tmp_path / "step-00000001") == earlier
+    assert list(committed_steps(tmp_path)) == [1]
+    assert (tmp_path / "best").resolve() == (tmp_path / "latest").resolve() == tmp_path / "step-00000001"
+    verify_checkpoint(save(manager, step, "best"))
+
+
+def test_nothing_old_is_deleted_until_the_links_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(tmp_path, keep=1)
+    save(manager, 1)
+    linked = Call("replace", tmp_path / "latest")
+    with monkeypatch.context() as broken:
+        done = recorded(broken, lambda call: call == Call("fsync", tmp_path) and linked in done)
+        save(manager, 2)
+    assert list(committed_steps(tmp_path)) == [1, 2]
+    assert "step-00000002 is saved, but not all of latest point at it" in caplog.text
+    save(manager, 3)
+    assert list(committed_steps(tmp_path)) == [3]
+
+
+def test_pointers_that_no_run_has_left_are_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A copy that has followed links has folders in their place; a power loss may leave links to nothing."""
+    manager = make_manager(tmp_path)
+    newest = save(manager, 2, "best", "final")
+    (tmp_path / "latest").unlink()
+    shutil.copytree(newest, tmp_path / "latest")
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").symlink_to("step-00000009")
+    resumed = make_manager(tmp_path)
+    assert not (tmp_path / "best").is_symlink()
+    resumed.adopt(found(resumed), TrainingState(2, best_step=2))
+    assert {(tmp_path / name).readlink().name for name in ("latest", "best", "final")} == {newest.name}
+    assert "It is no link: latest is now abandoned-latest-" in caplog.text
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()  # while a run is on
+    later = save(resumed, 3)
+    assert (tmp_path / "latest").resolve() == later
+
+
+def test_an_export_is_durable_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final, temporary = tmp_path / "out", tmp_path / "out.tmp"
-    with written_whole(final) as (folder, _):
+    final.mkdir()
+    done = recorded(monkeypatch)
+    with written_whole(final, replace=True) as (folder, _):
         (folder / "part").mkdir()
         (folder / "part" / "model.safetensors").touch()
-    named = done.index(final)
-    assert {temporary, temporary / "part", temporary / "part" / "model.safetensors"} <= set(done[:named])
-    assert tmp_path in done[named:]
+    named = done.index(Call("rename", final))
+    flushed = {path for name, path in done[:named] if name == "fsync"}
+    assert {temporary, temporary / "part", temporary / "part" / "model.safetensors"} <= flushed
+    assert done[named + 1] == Call("fsync", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_same_step_again_that_fails_leaves_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

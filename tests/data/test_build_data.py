@@ -2,7 +2,9 @@
 
 import json
 import re
+import resource
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path)
     config, folder = evaluation_config(path), tmp_path / "evaluation"
     expected = [batch.labels.tolist() for batch in make_data(config).eval_batches()]
     first = make_data(config, evaluation_cache=folder)
-    (file,) = folder.iterdir()  # before anybody asked for a batch, and nothing unfinished beside it
+    assert len([*folder.iterdir()]) == 1  # before anybody asked for a batch, and nothing unfinished beside it
     assert [batch.labels.tolist() for batch in first.eval_batches()] == expected
 
     make_data(evaluation_config(path, max_encoder_length=80), evaluation_cache=folder)  # other settings, another file
@@ -101,10 +103,44 @@ def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path)
     assert [batch.labels.tolist() for batch in later.eval_batches()] == expected
     assert [batch.documents for batch in later.eval_batches()] == [batch.documents for batch in first.eval_batches()]
 
-    file.write_bytes(file.read_bytes()[:100])
-    write_json_lines(Path(path), texts(300))
-    with pytest.raises(DataError, match=r"\.json: cannot be read .* Delete it"):
-        make_data(config, evaluation_cache=folder)
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:100],
+        lambda content: b"",
+        lambda content: bytes(300),
+        lambda content: b"[1]",
+        lambda content: content.replace(b"1", b"2"),
+    ],
+    ids=["cut", "empty", "zeros", "a list", "other ids"],
+)
+def test_damaged_evaluation_examples_are_made_again(
+    path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    config, folder = evaluation_config(path), tmp_path / "evaluation"
+    make_data(config, evaluation_cache=folder)
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    make_data(config, evaluation_cache=folder)
+    assert file.read_bytes() == whole
+    assert [entry.getMessage()[: len(str(file)) + 11] for entry in caplog.records] == [f"{file} is damaged"]
+
+
+def test_a_disk_without_room_for_evaluation_examples_costs_a_warning(
+    path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, folder = evaluation_config(path), tmp_path / "evaluation"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        made = make_data(config, evaluation_cache=folder).eval_batches()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(folder.iterdir()) == []
+    assert "could not be written ([Errno 27] File too large)" in caplog.text
+    assert documents_of(made) == documents_of(make_data(config).eval_batches())
 
 
 @pytest.mark.parametrize(("unit", "expected"), [("documents", 30), ("tokens", 34)])

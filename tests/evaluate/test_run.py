@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from disk_calls import Call, recorded
 from tiny_export import WORDS, export_tiny
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -70,9 +71,12 @@ def predictions(out: Path) -> list[dict[str, Any]]:
 
 
 def test_the_figures_of_a_split_and_its_predictions(
-    model: Path, data: list[str], tmp_path: Path, capsys: Output
+    model: Path, data: list[str], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert judge(model, tmp_path / "out", *data, "--json") == 0
+    with monkeypatch.context() as watched:
+        done = recorded(watched)
+        assert judge(model, tmp_path / "out", *data, "--json") == 0
+    assert done.count(Call("fsync", tmp_path / "out" / "predictions.jsonl")) > 1  # each batch as soon as it is made
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((tmp_path / "out" / "metrics.json").read_text())
     lines, figures = predictions(tmp_path / "out"), found["figures"]

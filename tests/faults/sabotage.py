@@ -253,6 +253,19 @@ def deleted_folder(rank: int, *, at: int, path: str) -> None:
     _act_on_loss(rank == 0, at, lambda: shutil.rmtree(path))
 
 
+def written_flushes(rank: int, *, path: str) -> None:
+    """No fault: rank 0 writes down the name of each file that it flushes, as it does so."""
+    flush = os.fsync
+
+    def written(descriptor: int) -> None:
+        with open(path, "a") as file:
+            file.write(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name + "\n")
+        flush(descriptor)
+
+    if rank == 0:
+        os.fsync = written
+
+
 def full_disk(rank: int, *, after_commits: int, path: str) -> None:
     """Once the run has committed so many checkpoints its disk is full: `path` takes the rest."""
     commit, numbers = CheckpointFolder.commit, itertools.count(1)

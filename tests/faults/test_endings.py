@@ -67,13 +67,18 @@ def test_a_run_that_was_killed_whole_does_not_stay_running(runs: ForkedRuns, tmp
     assert status(tmp_path)["reason"] in refused.output
 
 
-def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path) -> None:
+@pytest.mark.parametrize("deleted", ["", "checkpoints"])
+def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path, deleted: str) -> None:
     folder = tmp_path / "run"
-    deleted = {"kind": "deleted_folder", "at": 5, "path": str(folder)}
-    result = runs.run(arguments(folder), ranks=2, faults=[deleted]).ended_with(5)
-    assert f"infra.output_dir: {folder} was deleted or replaced" in result.output
-    assert not (folder / "run.json").exists()
+    fault = {"kind": "deleted_folder", "at": 5, "path": str(folder / deleted)}
+    result = runs.run(arguments(folder), ranks=2, faults=[fault]).ended_with(5)
+    assert f"infra.output_dir: {folder / deleted} was deleted or replaced" in result.output
+    assert "Traceback" not in result.output
     assert not (folder / "checkpoints").exists()
+    if deleted:
+        assert (status(folder)["state"], status(folder)["exit_code"]) == ("failed", 5)
+    else:
+        assert not (folder / "run.json").exists()
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_told_at_the_start(runs: ForkedRuns, tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from disk_calls import Call, recorded
 
-from ds_encdec.base.types import ConfigError, OutputLockedError
+from ds_encdec.base.types import CheckpointError, ConfigError, OutputLockedError
 from ds_encdec.launch import run_folder
 from ds_encdec.launch.disk import atomic_file, cached, disk_error, write_atomically
-from ds_encdec.launch.run_folder import RunFolder, masked
+from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, masked
 
 
 @pytest.fixture
@@ -100,10 +101,60 @@ def test_on_a_full_disk_an_ending_is_written_over_the_old_text(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(run_folder, "write_atomically", full)
+    done = recorded(monkeypatch)
     folder.write_status("failed", reason="x" * 100_000, exit_code=5)
+    assert done[-1] == Call("fsync", folder.run_json)
     ended = folder.read_status()
     assert (ended["state"], ended["exit_code"], ended["world_size"], set(ended["reason"])) == ("failed", 5, 2, {"x"})
     assert folder.run_json.stat().st_size < 4096
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[1]", "\0" * 300, '{"state": 3}', '{"state": "running", "reason": null}', "[" * 9999]
+)
+def test_a_damaged_run_json_counts_as_none(folder: RunFolder, content: str) -> None:
+    folder.write_status("running")
+    folder.run_json.write_text(content)
+    folder.release()
+    assert again(folder).claim(resume=True) == {}
+
+
+def test_a_folder_is_made_and_an_ending_is_written_behind_what_they_rely_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = recorded(monkeypatch)
+    folder = RunFolder(str(tmp_path / "of" / "run"))
+    folder.claim(resume=False)
+    assert {Call("fsync", tmp_path), Call("fsync", tmp_path / "of")} <= {*done}
+    for path in (folder.metrics, folder.events):
+        path.write_text("{}\n")
+    folder.write_status("running")
+    done.clear()
+    folder.write_status("completed", exit_code=0)
+    named = done.index(Call("replace", folder.run_json))
+    assert {Call("fsync", path) for path in (folder.metrics, folder.events, folder.root)} <= {*done[:named]}
+
+
+def test_lines_that_cannot_be_flushed_cost_an_error_and_no_ending(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.metrics.write_text("{}\n")
+    recorded(monkeypatch, lambda call: call.path == folder.metrics)
+    folder.write_status("completed", exit_code=0)
+    assert folder.read_status()["state"] == "completed"
+    assert f"{folder.metrics}: its last lines may not be on the disk: [Errno 5]" in caplog.text
+
+
+def test_checkpoints_that_were_deleted_end_a_run_by_name(folder: RunFolder) -> None:
+    folder.require_present()
+    folder.checkpoints.rmdir()
+    with pytest.raises(CheckpointError, match=rf"{folder.checkpoints} was deleted or replaced") as ended:
+        folder.require_present()
+    assert not isinstance(ended.value, RunFolderGoneError)  # run.json is there, and says so
+    folder.checkpoints.mkdir()
+    (folder.root / ".lock").unlink()
+    with pytest.raises(RunFolderGoneError, match=rf"{folder.root} was deleted or replaced"):
+        folder.require_present()
 
 
 @pytest.mark.parametrize(

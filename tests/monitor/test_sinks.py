@@ -6,12 +6,14 @@ import logging
 import math
 import re
 import resource
+import shutil
 import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disk_calls import Call, recorded
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -80,6 +82,28 @@ class TestJsonl:
         sink.log(4, METRICS)
         assert [line["step"] for line in lines_of(path)] == [1, 4]
         assert [entry.levelno for entry in caplog.records] == [logging.ERROR] * 2
+
+    def test_a_file_that_was_deleted_is_missed_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        sink = JsonlSink(tmp_path / "metrics.jsonl")
+        sink.log(1, METRICS)
+        (tmp_path / "metrics.jsonl").unlink()
+        for step in (2, 3):
+            sink.log(step, METRICS)
+        assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [2, 3]
+        assert [entry.levelno for entry in caplog.records] == [logging.WARNING]
+        assert "metrics.jsonl was deleted, and begins again" in caplog.text
+
+    def test_lines_that_are_put_aside_are_durable_before_they_are_cut(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "metrics.jsonl"
+        sink = JsonlSink(path)
+        for step in (1, 2):
+            sink.log(step, METRICS)
+        done = recorded(monkeypatch)
+        sink.go_back(1, rollback=1)
+        aside = Call("fsync", tmp_path / "metrics.abandoned.jsonl")
+        assert done.index(aside) < done.index(Call("replace", path))
 
     def test_a_rollback_that_cannot_put_lines_aside_costs_an_error_and_no_line(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -168,7 +192,7 @@ class TestWandb:
             assert "offline" in warnings[0].getMessage()
             caplog.clear()
         files = sorted(tmp_path.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-        run_id = (tmp_path / "logs/wandb_run_id").read_text().strip()
+        run_id = (tmp_path / "logs/wandb_run_id").read_text().splitlines()[0]
         assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
         assert wandb_history(files[0]) == [
             {"step": 10, "train/loss": 6.0},
@@ -197,6 +221,26 @@ class TestWandb:
         (run,) = [record.run for record in wandb_records(file) if record.HasField("run")]  # type: ignore[attr-defined]
         assert run.project == "of-the-shell"
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+
+    def test_the_id_is_the_folders_own(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It stays where the folder is moved, but a copy gets another; a damaged one is none."""
+        logs, kept = tmp_path / "logs", "wandb_run_id"
+        logs.mkdir()
+        first = sinks._wandb_run_id(logs)
+        moved = logs.rename(tmp_path / "moved")
+        assert sinks._wandb_run_id(moved) == first
+        copy = shutil.copytree(moved, tmp_path / "copy")
+        assert caplog.text == ""
+        second = sinks._wandb_run_id(copy)
+        assert f"{copy} is a copy of {moved} and gets a run of its own; WANDB_RUN_ID={first} would" in caplog.text
+        assert sinks._wandb_run_id(copy) == second != first
+        for damaged in (b"", bytes(20), b"\xff\xfe\n", b"a b\n"):
+            (copy / kept).write_bytes(damaged)
+            assert re.fullmatch(r"[0-9a-f]{8}", sinks._wandb_run_id(copy))
+        monkeypatch.setenv("WANDB_RUN_ID", "mine")
+        assert sinks._wandb_run_id(copy) == "mine" == (copy / kept).read_text().splitlines()[0]
 
 
 class Failing(Sink):

@@ -277,7 +277,9 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        if isinstance(content := json.loads(path.read_text()), dict):
+            return content
+        raise ValueError("it holds no mapping")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

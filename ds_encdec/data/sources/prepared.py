@@ -38,7 +38,7 @@ import numpy as np
 from ds_encdec.base.plugins import PYTHON
 from ds_encdec.base.types import DataError, Document
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
-from ds_encdec.config.yaml.plain_files import MAX_RECORD_BYTES, read_plain
+from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.data.examples.protocol import ExampleMaker, with_ids
 from ds_encdec.data.fingerprint import digest
 from ds_encdec.data.sources.local_files import expand_files, file_digests, local_errors
@@ -182,7 +182,10 @@ def _require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str,
 
 def _read_index(folder: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(read_plain(folder / INDEX, MAX_RECORD_BYTES))
+        index = read_json(folder / INDEX)
+        if not isinstance(index, dict) or "shards" not in index:
+            raise ValueError("it is no index of prepared data")
+        return index
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
