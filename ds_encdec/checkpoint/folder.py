@@ -28,7 +28,7 @@ from ds_encdec.base.types import CheckpointError, TrainingState
 from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, verify_checkpoint
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.engine.protocol import read_record
-from ds_encdec.launch.disk import Writing, flush_folder, unused_path
+from ds_encdec.launch.disk import Writing, flush_folder, make_folder, unused_path
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ def unfinished(final: Path) -> Path:
 def begin(final: Path) -> Path:
     """Create `unfinished(final)` as an empty folder. Raises OSError."""
     delete(unfinished(final))
-    unfinished(final).mkdir(parents=True)
+    make_folder(final.parent)
+    unfinished(final).mkdir()
     return unfinished(final)
 
 
@@ -174,7 +175,13 @@ class CheckpointFolder:
         logger.warning("%s: %s is now %s.", why, path.name, aside.name)
 
     def go_back_to(self, step: int, best_step: int | None) -> None:
-        """Rename later checkpoints to `abandoned-…` (`keep` of these stay), and point at `step` and `best_step`."""
+        """Point at `step` and `best_step`, then rename later checkpoints to `abandoned-…` (`keep` of these stay)."""
+        for name, pointed in (("best", best_step), ("latest", step)):
+            if pointed is not None and self.at(pointed).exists():
+                os.replace(_new_link(self.path / name, self.at(pointed).name), self.path / name)
+            else:
+                (self.path / name).unlink(missing_ok=True)
+        flush_folder(self.path)
         for later, path in committed_steps(self.path).items():
             if later > step:
                 self._abandon(path, f"Going back to step {step}")
@@ -186,11 +193,6 @@ class CheckpointFolder:
         final = self.path / "final"
         if not final.exists():  # it was later; a run that was complete at `step` or before still is
             final.unlink(missing_ok=True)
-        for name, pointed in (("best", best_step), ("latest", step)):
-            if pointed is not None and self.at(pointed).exists():
-                os.replace(_new_link(self.path / name, self.at(pointed).name), self.path / name)
-            else:
-                (self.path / name).unlink(missing_ok=True)
 
 
 def committed_steps(folder: Path) -> dict[int, Path]:

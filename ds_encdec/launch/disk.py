@@ -72,6 +72,9 @@ class Writing:
             # Ranks that write together all raise the error of one, which names its rank.
             named = self.rank is None or (refusal.strerror or "").startswith("rank ")
             advice = self.make_room if refusal.errno in NO_SPACE else _ADVICE.get(refusal.errno or 0, _LOOK)
+            with suppress(OSError):
+                if refusal.errno in NO_SPACE and (there := os.statvfs(self.folder)).f_files and not there.f_favail:
+                    advice = f"No inode is left there: delete files, however small. {advice}"
             raise self._refused(f"{'' if named else f'rank {self.rank}: '}{refusal}", advice) from error
 
     def require_space(self, num_bytes: int) -> None:

@@ -157,9 +157,12 @@ class RunFolder:
 
     def read_status(self) -> dict[str, Any]:
         """Return the content of `run.json`, or {} if there is none that a run has written."""
-        status = read_mapping(self.run_json)
         kinds = {"state": str, "reason": str, "exit_code": int | None}
-        return status if all(isinstance(status.get(name), kind) for name, kind in kinds.items()) else {}
+        with suppress(OSError, ValueError):
+            status = read_json(self.run_json)
+            if isinstance(status, dict) and all(isinstance(status.get(name), kind) for name, kind in kinds.items()):
+                return status
+        return {}
 
     def ask_to_stop(self) -> str:
         """Request that the run save and end, from any host that sees this folder; return the message about it. A run
@@ -167,9 +170,9 @@ class RunFolder:
         status = self.read_status()
         if not status:
             raise ConfigError(f"{self.root} is not a run's folder: it has no run.json")
-        if status.get("state") != "running":
+        if status["state"] != "running":
             return (
-                f"{self.root}: nothing to stop, the run has ended: {status.get('state')}, "
+                f"{self.root}: nothing to stop, the run has ended: {status['state']}, "
                 f"exit code {status.get('exit_code')}"
             )
         try:
@@ -181,14 +184,6 @@ class RunFolder:
     def is_used(self) -> bool:
         """Return whether a run has left something to lose; one that failed before its first step has not."""
         return any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file of a run's folder; {} if there is none: no file, a damaged or another one."""
-    with suppress(OSError, ValueError):
-        if isinstance(content := read_json(path), dict):
-            return content
-    return {}
 
 
 def take_folder(folder: Path, field: str) -> IO[str]:

@@ -223,7 +223,7 @@ class Recorder:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._steps.load_state_dict(state["steps"])
-        self.logged = state["logged"]
+        self.logged = state.get("logged", 0)
         self._restored_steps = self._judged_steps = len(state["steps"]["records"])  # taken before this clock ran
 
     def _refuses(self, norm: torch.Tensor) -> bool:

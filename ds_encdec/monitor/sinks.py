@@ -288,22 +288,15 @@ class WandbSink(Sink):
 
 
 def _wandb_run_id(logging_dir: Path) -> str:
-    """Return the id of this folder's W&B run: of WANDB_RUN_ID, or kept from an earlier start, or new. It is kept with
-    the folder's path and inode: a folder that has neither is a copy, whose metrics belong into another run."""
-    kept, place = logging_dir / "wandb_run_id", [str(logging_dir.resolve()), str(logging_dir.stat().st_ino)]
-    run_id, text = os.environ.get("WANDB_RUN_ID", ""), ""
+    """Return the id of this folder's W&B run: of WANDB_RUN_ID, kept from an earlier start, or new; a damaged one is
+    none. Raises OSError."""
+    kept, earlier = logging_dir / "wandb_run_id", ""
     with suppress(OSError, ValueError):
-        text = kept.read_text()
-    earlier, *known = text.splitlines() or [""]
-    if not run_id and re.fullmatch(r"[\w.-]{1,128}", earlier):
-        if not known or {*known} & {*place}:
-            run_id = earlier
-        else:
-            told = "W&B: %s is a copy of %s and gets a run of its own; WANDB_RUN_ID=%s would go on with that one's"
-            logger.warning(told, logging_dir, known[0], earlier)
-    run_id = run_id or os.urandom(4).hex()
-    if text != (line := "\n".join([run_id, *place]) + "\n"):
-        write_atomically(kept, line)
+        earlier = kept.read_text().strip()
+    known = earlier if re.fullmatch(r"[\w.-]{1,128}", earlier) else os.urandom(4).hex()
+    run_id = os.environ.get("WANDB_RUN_ID") or known
+    if run_id != earlier:
+        write_atomically(kept, run_id + "\n")
     return run_id
 
 

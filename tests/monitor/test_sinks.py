@@ -6,7 +6,6 @@ import logging
 import math
 import re
 import resource
-import shutil
 import struct
 import time
 from collections.abc import Iterator
@@ -192,7 +191,7 @@ class TestWandb:
             assert "offline" in warnings[0].getMessage()
             caplog.clear()
         files = sorted(tmp_path.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-        run_id = (tmp_path / "logs/wandb_run_id").read_text().splitlines()[0]
+        run_id = (tmp_path / "logs/wandb_run_id").read_text().strip()
         assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
         assert wandb_history(files[0]) == [
             {"step": 10, "train/loss": 6.0},
@@ -222,25 +221,21 @@ class TestWandb:
         assert run.project == "of-the-shell"
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
 
-    def test_the_id_is_the_folders_own(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    def test_a_damaged_id_is_none_and_a_kept_one_is_durable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It stays where the folder is moved, but a copy gets another; a damaged one is none."""
-        logs, kept = tmp_path / "logs", "wandb_run_id"
-        logs.mkdir()
-        first = sinks._wandb_run_id(logs)
-        moved = logs.rename(tmp_path / "moved")
-        assert sinks._wandb_run_id(moved) == first
-        copy = shutil.copytree(moved, tmp_path / "copy")
-        assert caplog.text == ""
-        second = sinks._wandb_run_id(copy)
-        assert f"{copy} is a copy of {moved} and gets a run of its own; WANDB_RUN_ID={first} would" in caplog.text
-        assert sinks._wandb_run_id(copy) == second != first
+        kept = tmp_path / "wandb_run_id"
+        done = recorded(monkeypatch)
+        first = sinks._wandb_run_id(tmp_path)
+        assert [call.name for call in done] == ["fsync", "replace", "fsync"]
+        assert done[1:] == [Call("replace", kept), Call("fsync", tmp_path)]
+        assert sinks._wandb_run_id(tmp_path) == first
         for damaged in (b"", bytes(20), b"\xff\xfe\n", b"a b\n"):
-            (copy / kept).write_bytes(damaged)
-            assert re.fullmatch(r"[0-9a-f]{8}", sinks._wandb_run_id(copy))
+            kept.write_bytes(damaged)
+            assert re.fullmatch(r"[0-9a-f]{8}", made := sinks._wandb_run_id(tmp_path))
+            assert kept.read_text() == f"{made}\n"
         monkeypatch.setenv("WANDB_RUN_ID", "mine")
-        assert sinks._wandb_run_id(copy) == "mine" == (copy / kept).read_text().splitlines()[0]
+        assert sinks._wandb_run_id(tmp_path) == "mine" == kept.read_text().strip()
 
 
 class Failing(Sink):
