@@ -382,7 +382,7 @@ VERBS = {
     ),
     "compare": Verb(
         _compare,
-        "report where two runs part: tokens, metrics, settings (exit code 10)",
+        "report where two runs part: tokens and metrics (exit code 10)",
         "ds-encdec compare output output2",
         {"runs": value("the folders of two runs", Path, nargs=2, metavar="RUN")},
     ),

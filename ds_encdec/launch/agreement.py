@@ -7,7 +7,7 @@ import platform
 import shlex
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,17 +70,15 @@ def versions(engines: Iterable[str], *, nccl: bool) -> dict[str, str]:
     }
 
 
-def differences(
-    everyones: Mapping[Any, Mapping[str, Any]], hosts: Ranks, whose: Callable[..., str] | None = None
-) -> list[str]:
-    """Return a line for each name whose values differ between ranks, or others that `whose` puts into words."""
+def differences(everyones: Ranks, hosts: Ranks) -> list[str]:
+    """Return a line for each name whose values differ between ranks, which have a mapping each."""
     lines = []
     for name in dict.fromkeys(name for values in everyones.values() for name in values):
         if len({json.dumps(values.get(name)) for values in everyones.values()}) > 1:
-            owners: dict[str, list[Any]] = {}
+            owners: dict[str, list[int]] = {}
             for rank, values in everyones.items():
                 owners.setdefault(_shown(name, values[name]) if name in values else "nothing", []).append(rank)
-            in_words = (f"{value} for {(whose or ranks_in_words)(ranks, hosts)}" for value, ranks in owners.items())
+            in_words = (f"{value} for {ranks_in_words(ranks, hosts)}" for value, ranks in owners.items())
             lines.append(f"{name}: {', '.join(in_words)}")
     return lines
 

@@ -16,7 +16,6 @@ def folder(
     *,
     ledger: Any = (ENTRY,),
     losses: tuple[Any, ...] = (3.5, 3.25),
-    config: str = "data: {num_lanes: 2}\n",
     ranks: int = 2,
 ) -> str:
     path.mkdir()
@@ -24,27 +23,20 @@ def folder(
     lines = [{"step": 2 * n, "train/loss": loss, "train/grad_norm": 1.0} for n, loss in enumerate(losses, start=1)]
     for name, rows in (("ledger", [start, *ledger]), ("metrics", lines)):
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (path / "run.json").write_text(json.dumps({"hosts": {"a": "0", "b": "1"}}))
-    (path / "config.yaml").write_text(config)
     return str(path)
 
 
 def test_it_names_each_first_difference_and_what_one_run_has_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = "training: {learning_rate: 0.1, save_steps: 5}\nmodel: {decoder_layers: null}\ninfra: {output_dir: a}\n"
-    one = folder(tmp_path / "1", config=config)
+    one = folder(tmp_path / "1")
     wrong = ENTRY | {"steps": "000000aa 000000bc", "lanes": "0001 0003"}
     more = ENTRY | {"data_step": 3, "first": 3, "steps": "000000cc"}
-    config = "training: {learning_rate: 0.2, save_steps: 6}\nmodel: {decoder_layers: 3}\ninfra: {output_dir: b}\n"
-    other = folder(tmp_path / "2", ledger=(wrong, more), losses=(3.5, None, 3.0), config=config, ranks=1)
+    other = folder(tmp_path / "2", ledger=(wrong, more), losses=(3.5, None, 3.0), ranks=1)
     assert cli.main(["compare", one, other]) == 10
     said = capsys.readouterr()
     assert said.out.splitlines() == [
-        "Settings that differ:",
-        f"  ranks: 2 for {one}, 1 for {other}",
-        f"  training.learning_rate: 0.1 for {one}, 0.2 for {other}",
-        f"Data step 2 is the first with other tokens, in lane 1 (rank 1 (b) in {one}, rank 0 in {other}).",
+        f"Data step 2 is the first with other tokens, in lane 1 (rank 1 in {one}, rank 0 in {other}).",
         f"Step 4 is the first with other metrics: train/loss is 3.25 in {one}, None in {other}.",
         f"Only {other} has the tokens of 1 step, from 3 to 3.",
         f"Only {other} has the metrics of 1 step, from 6 to 6.",
@@ -58,11 +50,10 @@ def test_damaged_lines_are_warnings_and_folders_of_no_run_are_refused(
     one, other = folder(tmp_path / "1"), folder(tmp_path / "2")
     for path in (tmp_path / "1" / "ledger.jsonl", tmp_path / "2" / "metrics.jsonl"):
         path.write_bytes(bytes(9) + b"\n" + path.read_bytes() + b'{"step": 9, "ki')
-    (tmp_path / "2" / "run.json").write_text("[1]")
     assert cli.main(["compare", one, other]) == 0
     said = capsys.readouterr()
     assert said.out == "Equal: the tokens of 2 data steps, and 2 lines of metrics.\n"
-    assert said.err.count("warning: ") == 3
+    assert said.err.count("warning: ") == 2
     assert cli.main(["compare", one, str(tmp_path)]) == cli.main(["compare", str(tmp_path / "3"), one]) == 2
     nothing = [folder(tmp_path / name, ledger=(), losses=()) for name in ("3", "4")]
     assert cli.main(["compare", *nothing]) == 10

@@ -1,6 +1,5 @@
 """Wrong token ids on two real ranks: where two runs part is found, and what no model has ends the run."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,11 @@ def test_two_runs_part_at_the_step_and_the_rank_of_a_wrong_token(
     assert cli.main(["compare", whole, killed]) == 0
     assert capsys.readouterr().out == "Equal: the tokens of 8 data steps, and 4 lines of metrics.\n"
 
-    runs.run(arguments(Path(other), training__learning_rate=0.001), ranks=2, faults=wrong(900)).ended_with(0)
+    runs.run(arguments(Path(other)), ranks=2, faults=wrong(900)).ended_with(0)
     assert cli.main(["compare", whole, other]) == 10
     told = capsys.readouterr().out
-    host = json.loads((tmp_path / "whole" / "run.json").read_text())["host"]
-    ranks = f"rank 1 ({host}) in {whole}, rank 1 ({host}) in {other}"
+    ranks = f"rank 1 in {whole}, rank 1 in {other}"
     assert f"Data step 5 is the first with other tokens, in lane 1 ({ranks}).\n" in told
-    assert "training.learning_rate: " in told
 
 
 def test_an_id_that_no_model_has_ends_the_run_and_the_steps_before_are_saved(runs: ForkedRuns, tmp_path: Path) -> None:
