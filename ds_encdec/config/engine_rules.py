@@ -15,11 +15,8 @@ _ENGINE, _STAGE, _EXTRA = "infra.distributed_type", "infra.sharding_stage", "inf
 def infra_rules(config: Sections) -> Iterator[Conflict]:
     """Yield the contradictions within `infra`, including `deepspeed_extra`."""
     infra, stage, hang = config.infra, config.infra.sharding_stage, config.infra.hang_timeout_minutes or 0
-    is_ddp, is_zero3, swaps = (
-        infra.distributed_type == "ddp",
-        stage.startswith("zero3"),
-        infra.offload_optimizer == "nvme",
-    )
+    is_ddp, is_zero3 = infra.distributed_type == "ddp", stage.startswith("zero3")
+    swaps = infra.offload_optimizer == "nvme"
     params = Settings(infra.deepspeed_extra).get("optimizer.params")
     params, at = params if isinstance(params, dict) else {}, f"{_EXTRA}.optimizer.params."
     yield from broken(

@@ -22,7 +22,8 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
     """Yield the problems of each source's first file: a wrong format, unreadable rows, missing columns. Of a text file
     only the format is checked, and rows that the run may skip are not. Local files are also reported if the run would
     look for them in the repository of a data set."""
-    for field, source in _sources(data) if data.prepared_dir is None else ():
+    trained = [(f"{at}.data_files", source) for at, source in data.sources_by_path().items()]
+    for field, source in [*trained, *_only_evaluated(data)] if data.prepared_dir is None else ():
         if (
             local_kind(source.dataset_name) is None
             and not os.path.isdir(source.dataset_name)
@@ -83,13 +84,8 @@ def _files(source: Source) -> list[str]:
     return [os.path.realpath(file) for pattern in source.data_files or () for file in named_files(pattern) if is_local]
 
 
-def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
-    """Yield the sources that are trained or evaluated on, each with the field that names its files."""
-    yield from ((f"{at}.data_files", source) for at, source in data.sources_by_path().items())
-    yield from _only_evaluated(data)
-
-
 def _only_evaluated(data: DataConfig) -> Iterator[tuple[str, Source]]:
+    """Yield the sources that are evaluated on alone, each with the field that names its files."""
     sets = [(f"data.eval_sets.{name}.eval_files", data.of_eval_set(name), "validation") for name in data.eval_sets]
     for field, section, split in [("data.eval_files", data, "validation"), ("data.test_files", data, "test"), *sets]:
         if (own := section.own_split(split)) is not None:

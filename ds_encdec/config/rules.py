@@ -35,11 +35,7 @@ def find_conflicts(config: Sections) -> list[Conflict]:
 def _model(config: Sections) -> Iterator[Conflict]:
     model, shape, lora, data = config.model, config.model.architecture, config.model.lora, config.data
     named, tokenizer = model.model_name_or_path is not None, model.tokenizer_name_or_path
-    targets, sources, at = (
-        lora.target_modules if lora else ("",),
-        "model_name_or_path architecture",
-        "model.architecture.",
-    )
+    targets, sources = lora.target_modules if lora else ("",), "model_name_or_path architecture"
     yield from broken(
         "model",
         (named and shape, sources, "give one of the two: a checkpoint to start from, or the sizes of a new model"),
@@ -59,7 +55,10 @@ def _model(config: Sections) -> Iterator[Conflict]:
     )
     if shape is None:
         return
-    needed = SMALLEST_VOCABULARY + model.num_sentinel_tokens + len(DENOISERS) * data.use_mode_tokens
+    at, needed = (
+        "model.architecture.",
+        SMALLEST_VOCABULARY + model.num_sentinel_tokens + len(DENOISERS) * data.use_mode_tokens,
+    )
     yield from broken(
         "data",
         (

@@ -73,7 +73,10 @@ def join(path: str, key: str | int) -> str:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the innermost values with their dotted names; an empty mapping is a value."""
+    """Yield the innermost values with their dotted names, which number the mappings of a list; an empty one is a
+    value."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping) and (not path or value):
         for key, child in value.items():
             yield from leaves(child, join(path, key))

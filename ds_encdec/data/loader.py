@@ -51,7 +51,8 @@ class LaneLoader:
         self.workers: list[Worker] = []
         self._pipeline = pipeline
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
-        self._rank, self._world_size, self._pin_memory = rank, world_size, pin_memory
+        self._rank, self._world_size = rank, world_size
+        self._collate = partial(collate, start_id=pipeline.maker.vocabulary.start_id, pin_memory=pin_memory)
         self._records: dict[int, dict[str, Any]] = {}
         self._running: dict[int, Iterator[tuple[list[Example], dict[str, Any]]]] = {}  # by lane
 
@@ -63,9 +64,8 @@ class LaneLoader:
         return [self._collated(*one) for one in taken]
 
     def _collated(self, examples: list[Example], record: dict[str, Any]) -> Batch:
-        lane, budgets, start_id = record["lane"], self._pipeline.budgets, self._pipeline.maker.vocabulary.start_id
-        examples = known(examples, self._pipeline, f" (lane {lane})")
-        batch = collate(examples, budgets, start_id, pin_memory=self._pin_memory)
+        lane = record["lane"]
+        batch = self._collate(known(examples, self._pipeline, f" (lane {lane})"), self._pipeline.budgets)
         return dataclasses.replace(batch, lane=lane, number=record["batches"], digest=token_digest(batch, lane))
 
     def _start(self) -> None:
@@ -85,11 +85,7 @@ class LaneLoader:
         """Return this rank's share of batches that all ranks have; empty ones make the shares equally long."""
         batches = list(packed)
         batches += [[]] * (-len(batches) % self._world_size)
-        start_id = self._pipeline.maker.vocabulary.start_id
-        return [
-            collate(examples, budgets, start_id, pin_memory=self._pin_memory)
-            for examples in batches[self._rank :: self._world_size]
-        ]
+        return [self._collate(examples, budgets) for examples in batches[self._rank :: self._world_size]]
 
     @property
     def epoch(self) -> int:

@@ -1,11 +1,6 @@
 """`ds-encdec evaluate`: generate for the examples of a split, and compare the texts with their references. Batches are
-planned from the examples' lengths alone, so an evaluation that was killed goes on with the same batches.
-
-evaluation.json        all that decides the predictions; an evaluation is continued only if all of it is the same
-predictions.jsonl      a line for each example, appended as they are made; in the order of the split at the end
-predictions.rank1.jsonl  …  those of other ranks, until the end
-metrics.json           the figures, at the end
-"""
+planned from the examples' lengths alone, so an evaluation that was killed goes on with the same batches. Its files:
+docs/evaluate.md; until the end each other rank has its own, `predictions.rank1.jsonl` and so on."""
 
 import hashlib
 import json

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -98,16 +99,10 @@ def _rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, f
     return {name: 100 * fmean(score[name].fmeasure for score in scores) for name in ROUGE_TYPES}
 
 
-def _chrf(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    from sacrebleu import corpus_chrf
+def _of_corpus(name: str, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    import sacrebleu
 
-    return {"chrf": corpus_chrf(predictions, [references]).score}
-
-
-def _bleu(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    from sacrebleu import corpus_bleu
-
-    return {"bleu": corpus_bleu(predictions, [references]).score}
+    return {name: getattr(sacrebleu, f"corpus_{name}")(predictions, [references]).score}
 
 
 def _bertscore(predictions: Sequence[str], references: Sequence[str], *, bertscore_model: Path) -> dict[str, float]:
@@ -134,7 +129,9 @@ def _bertscore(predictions: Sequence[str], references: Sequence[str], *, bertsco
 _FUNCTIONS: dict[str, Callable[..., dict[str, float]]] = {
     "exact_match": _exact_match,
     "rouge": _rouge,  # mean F1 of common words, pairs of words, and the longest common sequence of words
-    "chrf": _chrf,  # chrF2, the F-score of character n-grams up to 6, which needs no division into words
-    "bleu": _bleu,
+    "chrf": partial(
+        _of_corpus, "chrf"
+    ),  # chrF2, the F-score of character n-grams up to 6, which needs no division into words
+    "bleu": partial(_of_corpus, "bleu"),
     "bertscore": _bertscore,  # of the tokens' best cosines, not rescaled; a text without words scores 0
 }

@@ -118,16 +118,8 @@ def export_checkpoint(
     """Export a committed checkpoint of any engine, with a model card about its run. Raises CheckpointError. `replace`:
     replace an earlier export at `out` once this one is complete. `base`: the adapters' base, if moved."""
     path = Path(checkpoint).expanduser().resolve()
-    _export_mean(
-        [path],
-        f"checkpoint `{path.name}`",
-        Path(out).expanduser(),
-        "CHECKPOINT",
-        base,
-        dtype,
-        encoder_only=encoder_only,
-        replace=replace,
-    )
+    described, folder = f"checkpoint `{path.name}`", Path(out).expanduser()
+    _export_mean([path], described, folder, "CHECKPOINT", base, dtype, encoder_only=encoder_only, replace=replace)
 
 
 def _export_mean(

@@ -14,6 +14,7 @@ import torch
 
 from ds_encdec.base.quantities import listed
 from ds_encdec.base.types import ConfigError, DataError
+from ds_encdec.config.settings import leaves
 from ds_encdec.launch.disk import installed_versions
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.run_folder import masked
@@ -37,17 +38,9 @@ _MOST_LINES = 12
 Ranks = Mapping[int, Any]  # a value for each rank
 
 
-def flat(values: Mapping[str, Any], at: str = "") -> dict[str, str]:
-    """Return every value as JSON under its dotted name; lists of mappings are numbered."""
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            value = {str(number): entry for number, entry in enumerate(value)}
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{at}{name}.")
-        else:
-            found[f"{at}{name}"] = json.dumps(value, sort_keys=True)
-    return found
+def flat(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return every value as JSON under its dotted name."""
+    return {name: json.dumps(value, sort_keys=True) for name, value in leaves(values)}
 
 
 def shared_settings(settings: Mapping[str, Any]) -> dict[str, str]:

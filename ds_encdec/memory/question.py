@@ -15,8 +15,7 @@ from ds_encdec.config.shares import (
     is_auto,
     mesh_shape,
     micro_batch_candidates,
-    micro_batches_per_step,
-    per_rank,
+    plan_lanes,
     with_assumed_batch_size,
     with_first_batch_size,
     with_micro_batch_size,
@@ -148,12 +147,7 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
     gpus, problems = config.infra.num_gpus, list[str]()
     if gpus % nodes:
         return [f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"]
-    if is_auto(config):
-        _attempt(problems, micro_batch_candidates, config, gpus)
-    else:
-        by_batch = "training.global_batch_size / training.per_device_train_batch_size"
-        what = "data.num_lanes" if config.data.num_lanes else by_batch
-        _attempt(problems, per_rank, micro_batches_per_step(config, gpus), gpus, what)
+    _attempt(problems, micro_batch_candidates if is_auto(config) else plan_lanes, config, gpus)
     _attempt(problems, mesh_shape, config.infra, gpus, gpus // nodes)
     return problems
 

@@ -1,11 +1,6 @@
-"""Sum a run's steps on the device, reduce the sums over the ranks once per interval, and turn them into floats.
-
-One optimizer step becomes one `StepRecord`. Recording never waits for the device:
-
-    add         per micro-batch   two small additions on the device
-    end_step    per step          keeps the sums, the gradient norm and the engine's other metrics as tensors
-    reduce      per interval      one collective over the ranks, one copy to the host
-"""
+"""Sum a run's steps on the device, reduce the sums over the ranks once per interval, and turn them into floats: each
+optimizer step becomes a `StepRecord`. Recording never waits for the device; an interval takes one collective over the
+ranks, and one copy to the host."""
 
 import math
 import sys

@@ -1,15 +1,5 @@
-"""Run the phases one after the other: train, judge, export the weights, and write records beside each run.
-
-OUTPUT/phases/
-  .lock                 locked while phases run
-  sanity_check/
-    phase.yaml          the configuration of its run
-    started.json        when it began, and from which weights
-    result.json         the verdict of its gate
-    export/final/       the weights for the next phase
-    …                   the run itself (launch/run_folder.py)
-  validation/ …
-"""
+"""Run the phases one after the other: train, judge, export the weights, and write records beside each run
+(docs/phases.md lists the files)."""
 
 import hashlib
 import json
