@@ -72,7 +72,7 @@ class Run:
 
     def kill_and_wait(self, *, stands_by: bool) -> float:
         """Kill the second rank while every rank has a standby, or none has, and return the seconds to the next step."""
-        self._await(lambda: self._steps() >= 25 and len(list(self._folder.glob("ds_encdec-*/standby-*"))) == 2)
+        self._await(lambda: self._steps() >= 25 and self._waiting() == 2)
         standbys = [one for one in psutil.process_iter() if self._is_standby(one)]
         self.standby_bytes = max(process.memory_info().rss for process in standbys)
         for process in () if stands_by else standbys:
@@ -90,6 +90,9 @@ class Run:
             variables = process.environ()
             return variables.get("DS_ENCDEC_STANDS_BY") == "1" and variables.get("TMPDIR") == str(self._folder)
         return False
+
+    def _waiting(self) -> int:
+        return Path("/proc/net/unix").read_text().count(f"@ds_encdec-standby-{self.torchrun.pid}-")
 
     def _starts(self) -> int:
         return sum(line["kind"] == "start" for line in _lines(self._run / "ledger.jsonl"))

@@ -147,12 +147,16 @@ def soak(folder: Path, engine: str, minutes: float, rng: random.Random) -> Count
             except (IndexError, psutil.Error, AttributeError):
                 continue  # between two starts
             happened[fault.__name__] += 1
-            log = folder.with_suffix(".log").read_text()[-5000:]
-            assert supervisor.poll() is None, f"the supervisor has ended after {fault.__name__}:\n{log}"
+            assert supervisor.poll() is None, f"the supervisor has ended after {fault.__name__}"
         wait_until(lambda: len(tree.ranks()) == 2, 300)
         wait_until(lambda: _state(folder) == "running" and run([*_verb(), "stop", str(folder)], folder).returncode == 0)
         assert supervisor.wait(timeout=300) == 75
         wait_until(lambda: not tree.all(), 60)
+    except AssertionError:
+        print(
+            folder.with_suffix(".log").read_text()[-5000:], *(process.cmdline()[:5] for process in tree.all()), sep="\n"
+        )
+        raise
     finally:
         os.killpg(supervisor.pid, signal.SIGKILL) if supervisor.poll() is None else None
         for process in tree.all():
