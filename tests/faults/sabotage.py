@@ -2,10 +2,12 @@
 dict with `kind`, the name of a function here, and that function's arguments. Data steps count from 1."""
 
 import dataclasses
+import errno
 import importlib
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -268,16 +270,70 @@ def written_flushes(rank: int, *, path: str) -> None:
 
 def full_disk(rank: int, *, after_commits: int, path: str) -> None:
     """Once the run has committed so many checkpoints its disk is full: `path` takes the rest."""
+
+    def fill() -> None:
+        with suppress(OSError), open(path, "ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    _behind_commit(after_commits, fill)
+
+
+def no_inodes(rank: int, *, after_commits: int, path: str) -> None:
+    """Once the run has committed so many checkpoints its disk takes no more files: those in `path` are the last."""
+
+    def fill() -> None:
+        with suppress(OSError):
+            os.mkdir(path)
+            for number in itertools.count():
+                os.close(os.open(f"{path}/{number}", os.O_CREAT))
+
+    _behind_commit(after_commits, fill)
+
+
+def read_only_disk(rank: int, *, after_commits: int, path: str) -> None:
+    """Once the run has committed so many checkpoints its disk, mounted at `path`, is read-only."""
+    _behind_commit(after_commits, lambda: subprocess.run(["mount", "-o", "remount,ro", path], check=True))
+
+
+def stop_file(rank: int, *, after_commits: int, path: str) -> None:
+    """The file that asks a run to stop appears while its checkpoint number `after_commits` is committed."""
+    _behind_commit(after_commits, Path(path).touch)
+
+
+def refused_flushes(rank: int, *, path: str, number: int) -> None:
+    """The flush number `number` of what the pattern `path` finds fails once, as a broken disk's does."""
+    flush, numbers = os.fsync, itertools.count(1)
+
+    def refuse(descriptor: int) -> None:
+        if re.search(path, os.readlink(f"/proc/self/fd/{descriptor}")) and next(numbers) == number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        flush(descriptor)
+
+    os.fsync = refuse
+
+
+def slow_flushes(rank: int, *, seconds: float) -> None:
+    """Every flush takes so long in addition."""
+    flush = os.fsync
+    os.fsync = lambda descriptor: (time.sleep(seconds), flush(descriptor))[1]
+
+
+def wrong_clock(rank: int, *, at: int, on_rank: int, seconds: float) -> None:
+    """From data step `at` on the time of day of one rank is wrong by so many seconds."""
+    clock = time.time
+    _act_on_loss(rank == on_rank, at, lambda: setattr(time, "time", lambda: clock() + seconds))
+
+
+def _behind_commit(after_commits: int, act: Callable[[], object]) -> None:
     commit, numbers = CheckpointFolder.commit, itertools.count(1)
 
-    def commit_and_fill(folder: CheckpointFolder, step: int, pointers: Any) -> None:
+    def commit_and_act(folder: CheckpointFolder, step: int, pointers: Any) -> None:
         commit(folder, step, pointers)
         if next(numbers) == after_commits:
-            with suppress(OSError), open(path, "ab", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
+            act()
 
-    CheckpointFolder.commit = commit_and_fill  # type: ignore[method-assign]
+    CheckpointFolder.commit = commit_and_act  # type: ignore[method-assign]
 
 
 def _before_writing(act: Callable[[int], None]) -> None:

@@ -1,0 +1,193 @@
+"""What a disk may hold after a power loss, of the file operations that a run has made until then.
+
+A file's content is sure once the file was flushed, and a folder's names once the folder was. Of what was written since,
+the content of files is all there, lost, or of the right size and zeros; of the names that were made, moved and removed
+in any folder, those up to any moment are there, all but one, or only one."""
+
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+
+from disk_record import END, Operation
+
+DATA = ("kept", "lost", "zeros")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A file's content, or a link's target, and its digest."""
+
+    content: bytes
+    is_link: bool
+    digest: bytes
+
+
+Tree = Mapping[bytes, "Tree | Leaf"]  # a folder's names
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A file, a folder or a link, and what of it is sure."""
+
+    content: bytearray | None = None
+    durable: bytes = b""
+    target: bytes | None = None
+    names: "dict[bytes, Node]" = field(default_factory=dict)
+    durable_names: "dict[bytes, Node]" = field(default_factory=dict)
+    pending: "list[Change]" = field(default_factory=list)
+    leaves: dict[str, Leaf] = field(default_factory=dict)  # by what became of the data, until the file is changed
+
+    def leaf(self, data: str) -> Leaf:
+        if data not in self.leaves:
+            content = self.durable if self.target is None else self.target
+            if self.content is not None and data != "lost":
+                zeros = bytes(max(0, len(self.content) - len(self.durable)))
+                content = bytes(self.content) if data == "kept" else content + zeros
+            is_link = self.target is not None
+            self.leaves[data] = Leaf(content, is_link, hashlib.sha1(bytes([is_link]) + content).digest())
+        return self.leaves[data]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of a folder's names, in their order: `removed` goes, and `added` is `node`."""
+
+    number: int
+    removed: bytes | None
+    added: bytes | None
+    node: Node
+
+
+class State:
+    """A disk that a power loss may leave, and `how` in words."""
+
+    def __init__(self, how: str, tree: Tree) -> None:
+        self.how, self._tree = how, tree
+
+    @cached_property
+    def digest(self) -> bytes:
+        return _digest(self._tree)
+
+    def write(self, folder: Path) -> None:
+        _write(self._tree, os.fsencode(folder))
+
+
+class Disk:
+    """The folder `root` as a process sees it, with what of it is sure."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._top, self._numbers = os.fsencode(root), Node(), count()
+
+    def apply(self, done: Operation) -> None:
+        folder, name = self._parent(done.path)
+        node = folder.names.get(name) if name else self._top
+        if done.kind == "make":
+            if node is None:
+                self._change(folder, None, name, Node(bytearray()))
+        elif done.kind in ("mkdir", "symlink"):
+            self._change(folder, None, name, Node(target=done.other if done.kind == "symlink" else None))
+        elif done.kind == "unlink":
+            self._change(folder, name, None, folder.names[name])
+        elif done.kind == "rename":
+            there, new = self._parent(done.other)
+            if there is not folder:
+                raise ValueError(f"renamed into another folder, which the replay does not know: {done}")
+            self._change(folder, name, new, folder.names[name])
+        elif node is None:  # written, cut or flushed after it was removed
+            return
+        elif node.content is None:
+            node.durable_names, node.pending = dict(node.names), []
+        elif done.kind == "fsync":
+            node.durable = bytes(node.content)
+            node.leaves.clear()
+        else:
+            node.leaves.clear()
+            offset = len(node.content) if done.offset == END else done.offset
+            node.content.extend(bytes(max(0, offset - len(node.content))))
+            end = offset + len(done.content) if done.kind == "write" else len(node.content)
+            node.content[offset:end] = done.content
+
+    def states(self) -> Iterator[State]:
+        """Yield every disk that a power loss may leave now; many are the same."""
+        pending = sorted(
+            (change for folder in self._folders() for change in folder.pending), key=lambda one: one.number
+        )
+        numbers = [change.number for change in pending]
+        for data in DATA:
+            for length in range(len(numbers) + 1):
+                yield self._state(f"the first {length} of {len(numbers)} names", numbers[:length], data)
+        for data in DATA[:2]:
+            for number in numbers:
+                yield self._state("all names but one", {*numbers} - {number}, data)
+                yield self._state("one name alone", {number}, data)
+
+    def now(self) -> State:
+        """Return the folder as a process sees it."""
+        return self._state("all", [one.number for folder in self._folders() for one in folder.pending], "kept")
+
+    def _state(self, how: str, kept: Collection[int], data: str) -> State:
+        return State(f"{how}, data {data}", _names(self._top, frozenset(kept), data))
+
+    def _parent(self, path: bytes) -> tuple[Node, bytes]:
+        *folders, name = path[len(self._root) :].split(b"/")[1:] or [b""]
+        node = self._top
+        for one in folders:
+            node = node.names[one]
+        return node, name
+
+    def _change(self, folder: Node, removed: bytes | None, added: bytes | None, node: Node) -> None:
+        change = Change(next(self._numbers), removed, added, node)
+        _apply(folder.names, change)
+        folder.pending.append(change)
+
+    def _folders(self) -> Iterable[Node]:
+        found, queue = dict[int, Node](), [self._top]
+        while queue:
+            node = queue.pop()
+            if id(node) not in found and node.content is None:
+                found[id(node)] = node
+                queue += [*node.names.values(), *node.durable_names.values()]
+        return found.values()
+
+
+def _apply(names: dict[bytes, Node], change: Change) -> None:
+    if change.removed is not None and names.get(change.removed) is change.node:
+        del names[change.removed]
+    if change.added is not None:
+        names[change.added] = change.node
+
+
+def _names(folder: Node, kept: frozenset[int], data: str) -> Tree:
+    names = dict(folder.durable_names)
+    for change in folder.pending:
+        if change.number in kept:
+            _apply(names, change)
+    return {
+        name: _names(node, kept, data) if node.content is None and node.target is None else node.leaf(data)
+        for name, node in names.items()
+    }
+
+
+def _digest(tree: Tree) -> bytes:
+    parts = (
+        b"%s\0%s" % (name, inner.digest if isinstance(inner, Leaf) else _digest(inner))
+        for name, inner in sorted(tree.items())
+    )
+    return hashlib.sha1(b"".join(parts)).digest()
+
+
+def _write(tree: Tree, path: bytes) -> None:
+    os.mkdir(path)
+    for name, inner in tree.items():
+        there = os.path.join(path, name)
+        if not isinstance(inner, Leaf):
+            _write(inner, there)
+        elif inner.is_link:
+            os.symlink(inner.content, there)
+        else:
+            with open(there, "wb") as file:
+                file.write(inner.content)
