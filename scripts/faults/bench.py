@@ -4,17 +4,18 @@ import hashlib
 import importlib
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, Self
-from xml.etree import ElementTree
 
 os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read by what the rows import
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,17 +23,19 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / room) for room in ("launch", "
 
 from forked_runs import ENGINES, ForkedRuns, arguments, status  # noqa: E402
 
-STEPS = 12
-SETTINGS = {"training__num_train_steps": STEPS, "training__save_steps": 4, "training__logging_steps": 1}
+SETTINGS = {"training__num_train_steps": 12, "training__save_steps": 4, "training__logging_steps": 1}
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c")
+LATEST_KILL = 1.2  # the latest moment, in lengths of what is to be hit
+Faults = Sequence[Mapping[str, Any]]  # of tests/faults/sabotage.py
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a row has shown. `times`: how often its fault was met. `lost`: in words. `problems`: empty if it held.
-    `skipped`: why it cannot be tried here."""
+    """What a row has shown. `times`: how often its fault was met. `lost`: the steps that were trained again, at most.
+    `problems`: empty if it held. `skipped`: why it cannot be tried here."""
 
     times: int = 0
-    lost: str = "nothing"
+    lost: int = 0
     problems: tuple[str, ...] = ()
     skipped: str = ""
 
@@ -42,11 +45,15 @@ class Unavailable(Exception):
 
 
 class Bench:
-    """The server of forked runs, a folder for what they write, and the undisturbed runs, each made once."""
+    """Servers of forked runs, a folder for what they write, and the undisturbed runs, each made once. `few`: of what
+    can be repeated a row does little."""
+
+    def __init__(self, *, few: bool = False) -> None:
+        self.few = few
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()
-        self.folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="faults-")))
+        self._folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="faults-")))
         self._undisturbed: dict[str, Path] = {}
         self._servers: dict[tuple[str, ...], ForkedRuns] = {}
         return self
@@ -54,28 +61,16 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    @property
-    def runs(self) -> ForkedRuns:
-        return self.server(())
-
-    def server(self, wrapper: Sequence[str]) -> ForkedRuns:
-        """Return a server behind `wrapper`, words in front of its command. Raises Unavailable if they do not work."""
-        if (words := tuple(wrapper)) not in self._servers:
-            if words and subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+    def server(self, *wrapper: str) -> ForkedRuns:
+        """Return a server behind the words in front of its command. Raises Unavailable if they do not work."""
+        if wrapper not in self._servers:
+            if wrapper and subprocess.run([*wrapper, "true"], capture_output=True, check=False).returncode:
                 raise Unavailable("no namespaces of users and mounts here")
-            self._servers[words] = self._stack.enter_context(ForkedRuns(words))
-        return self._servers[words]
-
-    def disk(self, options: str) -> tuple[ForkedRuns, Path, Path]:
-        """Return a server that sees a new file system, its folder there, and the same as it is seen from here."""
-        mounted = self.new_folder()
-        mounted.mkdir()
-        unshared = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c")
-        runs = self.server((*unshared, f'mount -t tmpfs -o {options} none "{mounted}" && exec "$@"', "bash"))
-        return runs, mounted, Path(f"/proc/{runs.pid}/root{mounted}")
+            self._servers[wrapper] = self._stack.enter_context(ForkedRuns(wrapper))
+        return self._servers[wrapper]
 
     def new_folder(self) -> Path:
-        return Path(self._stack.enter_context(TemporaryDirectory(prefix="row-", dir=self.folder))) / "run"
+        return Path(self._stack.enter_context(TemporaryDirectory(prefix="row-", dir=self._folder))) / "run"
 
     def undisturbed(self, engine: str, without: Sequence[int] = (), **settings: Any) -> Path:
         """Return the folder of a run that met no fault, nor the data steps `without`."""
@@ -83,7 +78,7 @@ class Bench:
         if key not in self._undisturbed:
             never = [{"kind": "skip_data", "steps": list(without)}] if without else []
             self._undisturbed[key] = folder = self.new_folder()
-            self.runs.run(arguments(folder, engine, **SETTINGS | settings), ranks=2, faults=never).ended_with(0)
+            self.server().run(arguments(folder, engine, **SETTINGS | settings), ranks=2, faults=never).ended_with(0)
         return self._undisturbed[key]
 
 
@@ -94,102 +89,165 @@ class Fault(Protocol):
 
 
 @dataclass(frozen=True)
-class Disturbed:
-    """Two ranks meet `faults` (sabotage.py) under each engine, end with `codes` (one for all or one each) and words
-    that they print or `run.json` has (`says`). Unless they are complete, `--resume auto` completes them. In the end
-    steps and state must equal those of an undisturbed run, to the last digit. `without`: data steps that count as
-    never met. `limits`: of the system. `wrapper`: words in front of the command. `disk`: the options of a
-    file system of its own, of which what is left is taken elsewhere to go on."""
+class Row:
+    """`promise`: what is done, and what is promised then. `seconds`: how long it takes on two cores if `few` is asked
+    for; a row without them is left to full runs."""
 
-    faults: Sequence[Mapping[str, Any]] = ()
+    promise: str
+    run: Fault
+    seconds: int = 0
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """Two ranks meet `faults` under each engine, end with `codes` (one for all, one each, or any) and words that they
+    print or `run.json` has (`says`). Unless they are complete, `--resume auto` completes them. In the end all
+    checkpoints are whole, and steps, state and exports are those of an undisturbed run, to the last digit. RUN in a
+    fault is the run's folder. `without`: data steps that count as never met (`if_rolled_back`: if the last checkpoint
+    knows of a rollback). `before`: the faults of an earlier start. `wrapper`: words in front of the command. `disk`:
+    the options of a file system of its own, of which what is left is taken elsewhere to go on."""
+
+    faults: Faults = ()
     codes: Sequence[int] = (0,)
     says: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     without: Sequence[int] = ()
+    if_rolled_back: bool = False
+    before: Faults = ()
     limits: Mapping[str, int] = field(default_factory=dict)
     wrapper: Sequence[str] = ()
     disk: str = ""
 
     def __call__(self, bench: Bench) -> Result:
-        problems, lost = [], [0]
-        for engine in ENGINES:
-            try:
-                lost.append(self._meet(bench, engine))
-            except AssertionError as error:
-                problems.append(f"{engine}: {error}")
-            except Unavailable as why:
-                return Result(skipped=str(why))
-        return Result(len(ENGINES), in_steps(max(lost)), tuple(problems))
+        return collected([self.meet(bench, engine) for engine in ENGINES])
 
-    def _meet(self, bench: Bench, engine: str) -> int:
+    def meet(self, bench: Bench, engine: str) -> Result:
+        """Return what one engine has shown; it counts if a process was killed or `codes` say how it ends."""
+        try:
+            return self._meet(bench, engine)
+        except Unavailable as why:
+            return Result(skipped=str(why))
+        except Exception as error:
+            return Result(problems=(f"{engine}: {type(error).__name__}: {error}",))
+
+    def _meet(self, bench: Bench, engine: str) -> Result:
         from ds_encdec.checkpoint.folder import verify_checkpoints
 
         kept = folder = bench.new_folder()
-        runs, mounted = bench.server(self.wrapper), None
+        runs = bench.server(*self.wrapper)
         if self.disk:
-            runs, mounted, seen = bench.disk(self.disk)
-            folder = mounted / engine
-        places = {"{run}": str(folder), "{disk}": str(mounted)}
-        faults = [{name: places_in(value, places) for name, value in fault.items()} for fault in self.faults]
-        command = arguments(folder, engine, **SETTINGS | self.settings)
-        met = runs.run(command, ranks=2, faults=faults, limits=self.limits)
-        if mounted:
-            shutil.copytree(seen / engine, kept, symlinks=True)
+            (mounted := bench.new_folder()).mkdir()
+            runs = bench.server(*NAMESPACE, f'mount -t tmpfs -o {self.disk} none "{mounted}" && exec "$@"', "bash")
+            folder = mounted / "run"
+        faults = [
+            {key: value.replace("RUN", str(folder)) if isinstance(value, str) else value for key, value in one.items()}
+            for one in self.faults
+        ]
+        command, options = arguments(folder, engine, **SETTINGS | self.settings), ["--resume", "auto"]
+        if self.before:
+            bench.server().run(command, ranks=2, faults=[dict(one) for one in self.before])
+        met = runs.run(command + options * bool(self.before), ranks=2, faults=faults, limits=self.limits)
+        if self.disk:
+            shutil.copytree(Path(f"/proc/{runs.pid}/root{folder}"), kept, symlinks=True)
             command = arguments(kept, engine, **SETTINGS | self.settings)
-        folder, expected = kept, [*self.codes] * (2 if len(self.codes) == 1 else 1)
+        expected = [*self.codes] * (2 if len(self.codes) == 1 else 1) or met.codes
         assert met.codes == expected, f"the ranks ended with {met.codes} instead of {expected}\n{met.output}"
         assert not met.left, f"processes are left over\n{met.output}"
-        assert self.says in met.output + status(folder).get("reason", ""), f"{self.says!r} is not said\n{met.output}"
-        newest = max((found.manifest.step for found in verify_checkpoints(folder)), default=0)
-        trained = max(steps(folder), default=0)
-        if status(folder)["state"] != "completed":
-            bench.runs.run([*command, "--resume", "auto"], ranks=2).ended_with(0)
-        assert_equal(folder, bench.undisturbed(engine, self.without, **self.settings))
-        return max(0, trained - newest)
+        said = met.output + str(status(kept).get("reason"))
+        assert self.says in said, f"{self.says!r} is not said\n{met.output}"
+        newest = max((found.manifest.step for found in verify_checkpoints(kept)), default=0)
+        lost = max(0, max(steps(kept), default=0) - newest)
+        if status(kept)["state"] != "completed" or -9 in met.codes:
+            bench.server().run([*command, *options], ranks=2).ended_with(0)
+        rolled_back = '"rollbacks": 0' not in (kept / "checkpoints" / "final" / "trainer.json").read_text()
+        without = self.without if rolled_back or not self.if_rolled_back else ()
+        assert_equal(kept, bench.undisturbed(engine, without, **self.settings))
+        return Result(int(bool(self.codes) or -9 in met.codes), lost)
+
+
+@dataclass(frozen=True)
+class Kills:
+    """Both ranks are killed, one shortly after the other, at random moments between call `number` of `begins` and the
+    return of `ends` (as `module:name`; nothing: the process's start), under each engine and each of `settings` in
+    turn. `rest`: what else is as in a Disturbed."""
+
+    times: int
+    begins: str
+    ends: str
+    settings: Sequence[Mapping[str, Any]]
+    number: int = 1
+    rest: Disturbed = field(default_factory=Disturbed)
+    few: int = 2
+
+    def __call__(self, bench: Bench) -> Result:
+        rng, results, seconds = random.Random(self.begins), list[Result](), dict[tuple[str, int], float]()
+        for number in range(self.few if bench.few else self.times):
+            engine, way = [*ENGINES][number % 2], number // 2 % len(self.settings)
+            settings = {**self.rest.settings, **self.settings[way]}
+            if (engine, way) not in seconds:
+                seconds[engine, way] = self._seconds(bench, engine, settings)
+            after = rng.uniform(0.0, LATEST_KILL * seconds[engine, way])
+            kill = self._fault(self.number, (after, after + rng.uniform(-0.02, 0.02)))
+            row = replace(self.rest, faults=[*self.rest.faults, kill], codes=(), settings=settings)
+            result = row.meet(bench, engine)
+            results.append(replace(result, problems=tuple(f"{after:.3f} s: {one}" for one in result.problems)))
+        shown = collected(results)
+        return shown if shown.times else replace(shown, problems=(*shown.problems, "no kill came in time"))
+
+    def _fault(self, number: int, seconds: tuple[float, float]) -> dict[str, Any]:
+        fault = {"kind": "killed_within", "begins": self.begins, "ends": self.ends}
+        return {**fault, "number": number, "seconds": [max(0.0, one) for one in seconds]}
+
+    def _seconds(self, bench: Bench, engine: str, settings: Mapping[str, Any]) -> float:
+        """Return how long it takes without a kill."""
+        command, runs = arguments(bench.new_folder(), engine, **SETTINGS | settings), bench.server()
+        timed = [*map(dict, self.rest.faults), self._fault(0, (0.0, 0.0))]
+        if self.rest.before:
+            runs.run(command, ranks=2, faults=[dict(one) for one in self.rest.before])
+            command += ["--resume", "auto"]
+        took = re.findall(r"^it took (\S+) s$", runs.run(command, ranks=2, faults=timed).ended_with(0).output, re.M)
+        return max(map(float, took))
 
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of the suite that hold the fault: nodes of pytest. `marker`: of tests that it leaves out by default."""
+    """Tests of the suite that hold the fault, as words for pytest."""
 
-    nodes: Sequence[str]
-    marker: str = ""
+    words: Sequence[str]
 
     def __call__(self, bench: Bench) -> Result:
-        report = bench.new_folder().with_suffix(".xml")
-        command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-n", "0", f"--junitxml={report}", *self.nodes]
-        command += ["-m", self.marker] if self.marker else []
+        command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-n", "0", *self.words]
         ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        cases = [*ElementTree.parse(report).iter("testcase")] if report.exists() else []
-        skipped = [str(one.get("message")) for case in cases for one in case.iter("skipped")]
-        if cases and len(skipped) == len(cases):
-            return Result(skipped=skipped[0])
-        problems = (f"pytest ended with {ran.returncode}\n{ran.stdout[-6000:]}{ran.stderr[-2000:]}",)
-        return Result(len(cases) - len(skipped), problems=problems if ran.returncode else ())
+        passed = re.search(r"(\d+) passed", ran.stdout)
+        if not passed and (skipped := re.search(r"^SKIPPED \[\d+\] \S+ (.*)$", ran.stdout, re.MULTILINE)):
+            return Result(skipped=skipped[1])
+        problem = f"pytest ended with {ran.returncode}\n{ran.stdout[-6000:]}{ran.stderr[-2000:]}"
+        return Result(int(passed[1]) if passed else 0, problems=(problem,) if ran.returncode else ())
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a module beside this one, imported when it is called; `values` are its arguments."""
+    """A function, named as `module:name`, which is imported when it is called."""
 
-    module: str
     name: str
-    values: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, bench: Bench) -> Result:
-        result: Result = getattr(importlib.import_module(self.module), self.name)(bench, **self.values)
+        module, _, name = self.name.partition(":")
+        result: Result = getattr(importlib.import_module(module), name)(bench)
         return result
 
 
-@dataclass(frozen=True)
-class Row:
-    """What `run` does is in docs/faults.md, with what it promises. `seconds`: about how long it takes on two cores.
-    `quick`: does the same less often, in `quick_seconds` (else in `seconds`), where time is short."""
+def collected(results: Sequence[Result]) -> Result:
+    skipped = next((one.skipped for one in results if one.skipped), "")
+    problems = tuple(problem for one in results for problem in one.problems)
+    return Result(sum(one.times for one in results), max(one.lost for one in results), problems, skipped)
 
-    seconds: int
-    run: Fault
-    quick: Fault | None = None
-    quick_seconds: int = 0
+
+def changed_configurations(bench: Bench, count: int = 2000) -> Result:
+    """Validate configurations that were changed at random."""
+    command = [sys.executable, "tests/nightly/mutate_configs.py", "--count", str(count)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return Result(count, problems=(ran.stdout + ran.stderr,) if ran.returncode else ())
 
 
 def steps(run: Path) -> dict[int, tuple[float, ...]]:
@@ -201,12 +259,20 @@ def steps(run: Path) -> dict[int, tuple[float, ...]]:
 
 
 def assert_equal(run: Path, undisturbed: Path) -> None:
-    """Assert that the steps of two runs, and their last weights and moments, are equal to the last digit."""
+    """Assert that two runs' steps, last weights and moments, and exports are equal to the last digit."""
     expected, found = steps(undisturbed), steps(run)
     for step, values in expected.items():
         assert found.get(step) == values, f"step {step} was {found.get(step)}, undisturbed {values}"
     for name, digest in _state(undisturbed).items():
         assert _state(run)[name] == digest, f"{name} of the last checkpoint is not that of the undisturbed run"
+    assert exports(run) == exports(undisturbed), "the exports are not those of the undisturbed run"
+
+
+def exports(run: Path) -> dict[str, str]:
+    """Return the files of a run's exports, with the digests of the weights."""
+    paths = sorted(path for path in (run / "export").glob("*/*") if path.is_file())
+    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.suffix == ".safetensors"}
+    return {str(path.relative_to(run)): digests.get(path, "") for path in paths}
 
 
 @cache
@@ -217,19 +283,3 @@ def _state(run: Path) -> dict[str, str]:
     kinds = ("weight", "exp_avg", "exp_avg_sq")
     read = {f"{kind} {name}": saved.read(kind, name).numpy().tobytes() for name in saved.shapes for kind in kinds}
     return {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
-
-
-def in_steps(lost: int) -> str:
-    """Return what was lost in words."""
-    return "nothing" if lost == 0 else "1 step" if lost == 1 else f"{lost} steps"
-
-
-def fast_folder() -> str | None:
-    """Return a folder in memory for what is written often; None for the usual one where there is no such."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-def places_in(value: Any, places: Mapping[str, str]) -> Any:
-    for name, path in places.items():
-        value = value.replace(name, path) if isinstance(value, str) else value
-    return value

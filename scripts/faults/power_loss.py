@@ -1,25 +1,20 @@
 """Replays a run's power losses: a run is traced, every disk is restored that a power loss at any moment may leave, and
 the program's own way to resume judges it. No damaged checkpoint may be taken, and no announced one lost; no start
-refused, no pointer may dangle, no export be a part of one, and no line of the metrics be missing before the checkpoint.
+refused, no pointer may dangle, no export be a part of one, and the metrics must have all steps until there."""
 
-    python scripts/faults/power_loss.py --engine fsdp                      all moments of a run of two ranks
-    python scripts/faults/power_loss.py --window                           those of its second save
-    python scripts/faults/power_loss.py --window --without manifest        as if that were never flushed: must fail"""
-
-import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from bench import ENGINES, Bench, ForkedRuns, Result, arguments, fast_folder
+from bench import ENGINES, Bench, ForkedRuns, Result, arguments
 from disk_record import Operation, read_operations, tracer
 from disk_states import Disk
 
@@ -44,6 +39,7 @@ SETTINGS = {
 }
 WINDOW_STEP = 4  # the save of this step is the window's
 WRITES = 50  # of so many writes the moment after one is tried; its data is also part of all later moments
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # disks are written often
 POINTERS = ("latest", "best", "final")
 
 
@@ -127,7 +123,7 @@ def replay(recorded: Record, *, window: bool = False, without: str | None = None
     verdict, disk, seen = Verdict(), Disk(recorded.root / "run"), set[tuple[bytes, object]]()
     exports = {path.name: _files(path) for path in (recorded.root / "run" / "export").iterdir()}
     announced_step, announced_exports, is_inside = 0, frozenset[str](), not window
-    with tempfile.TemporaryDirectory(prefix="power-loss-", dir=fast_folder()) as scratch:
+    with tempfile.TemporaryDirectory(prefix="power-loss-", dir=MEMORY) as scratch:
         for number, done in enumerate(recorded.operations):
             if done.path.endswith(b".log"):
                 for step in re.findall(rb"saved step ([\d,]+)", done.content):
@@ -159,26 +155,35 @@ def replay(recorded: Record, *, window: bool = False, without: str | None = None
     return verdict
 
 
-def moments(bench: Bench, *, window: bool = False, engines: Sequence[str] = tuple(ENGINES)) -> Result:
+def one_save(bench: Bench) -> Result:
+    """Replay the power losses of one save under FSDP2."""
+    return _judged({"fsdp": lambda: replay(_recorded(bench, "fsdp"), window=True)})
+
+
+def whole_runs(bench: Bench) -> Result:
     """Replay the power losses of a run of each engine."""
-    if why := lacking():
-        return Result(skipped=why)
-    verdicts = {engine: replay(_recorded(bench, engine), window=window) for engine in engines}
-    problems = tuple(f"{engine}: {verdict}" for engine, verdict in verdicts.items() if verdict.problems)
-    return Result(sum(verdict.states for verdict in verdicts.values()), problems=problems)
+    return _judged({engine: partial(lambda name: replay(_recorded(bench, name)), engine) for engine in ENGINES})
 
 
 def flushes_left_out(bench: Bench) -> Result:
     """Leave out each kind of flush, which must show problems that the whole record has not."""
+    missed = []
     if why := lacking():
         return Result(skipped=why)
-    recorded, missed = _recorded(bench, "fsdp"), []
     for kind in KINDS:
-        window = kind not in OUTSIDE_WINDOW
+        window, recorded = kind not in OUTSIDE_WINDOW, _recorded(bench, "fsdp")
         usual, without = (replay(recorded, window=window, without=left_out) for left_out in (None, kind))
         if not without.problems.keys() - usual.problems.keys():
             missed.append(f"nothing is seen without the flush of {kind}")
     return Result(len(KINDS), problems=tuple(missed))
+
+
+def _judged(replays: Mapping[str, Callable[[], Verdict]]) -> Result:
+    if why := lacking():
+        return Result(skipped=why)
+    verdicts = {engine: judge() for engine, judge in replays.items()}
+    problems = tuple(f"{engine}: {verdict}" for engine, verdict in verdicts.items() if verdict.problems)
+    return Result(sum(verdict.states for verdict in verdicts.values()), problems=problems)
 
 
 def _recorded(bench: Bench, engine: str) -> Record:
@@ -255,19 +260,3 @@ def _wrong_pointers(root: Path, when: str) -> Iterator[str]:
 
 def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--engine", choices=ENGINES, default="fsdp")
-    parser.add_argument("--window", action="store_true", help="only the moments of one save")
-    parser.add_argument("--without", choices=KINDS, help="a kind of flush that is taken not to have happened")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="power-loss-", dir=fast_folder()) as scratch:
-        verdict = replay(record(options.engine, Path(scratch)), window=options.window, without=options.without)
-    print(f"{verdict.states} states\n{verdict}")
-    return int(bool(verdict.problems))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,158 +1,292 @@
-"""The rows of the matrix, by group, in words in docs/faults.md: what is done, and how long it takes on two cores."""
+"""The rows of the matrix, by group. First in each group are those that every change is tested with."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bench import Disturbed, Function, Row, Tests
+from bench import (
+    ENGINES,
+    NAMESPACE,
+    SETTINGS,
+    Bench,
+    Disturbed,
+    Faults,
+    ForkedRuns,
+    Function,
+    Kills,
+    Result,
+    Row,
+    Tests,
+    arguments,
+    assert_equal,
+)
 
 AT_ONCE = {"training__async_save": "false"}
+BACKGROUND = {"training__async_save": "true"}
 NARROW = {"monitor__window_size": 4, "monitor__loss_spike_min_values": 4, "monitor__loss_spike_threshold": 1.02}
 LONGER = {"training__save_total_limit": 10, "training__num_train_steps": 16}
-ROLLBACK = NARROW | LONGER | {"monitor__on_loss_spike": "rollback", "monitor__rollback_min_steps": 2}
-SKIPS = AT_ONCE | {"training__max_consecutive_skipped_steps": 3}
+ROLLBACK = NARROW | LONGER | {"monitor__on_loss_spike": "rollback", "monitor__rollback_min_steps": 2} | AT_ONCE
+EXPORT = {"training__export_at_end": "true", "training__average_checkpoints": 3, "training__save_total_limit": 3}
 SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
-PRIVATE = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c")
+COMMIT = "ds_encdec.checkpoint.folder:CheckpointFolder.commit"
 
 
-def met(kind: str, **values: Any) -> list[dict[str, Any]]:
+def met(kind: str, **values: Any) -> Faults:
     return [{"kind": kind, **values}]
 
 
-def damaged(tensor: str, **values: Any) -> list[dict[str, Any]]:
-    return met("damaged_state", tensor=tensor, value=float("nan"), on_rank=1, **values)
+def suite(promise: str, *words: str) -> Row:
+    return Row(promise, Tests([f"tests/{word}" if ".py" in word else word for word in words]))
 
 
-def killed_in(what: str, full: int, few: int, seconds: int) -> Row:
-    return Row(seconds, Function("moments", what, {"times": full}), Function("moments", what, {"times": few}))
+def flush_refused(path: str, number: int, settings: Mapping[str, Any] = AT_ONCE) -> Disturbed:
+    return Disturbed(met("refused_flushes", path=path, number=number), (0,), "step 8 was not saved", settings)
 
 
-def on_disk(mount_options: str, fault: list[dict[str, Any]], says: str) -> Row:
-    return Row(25, Disturbed(fault, (5,), says, AT_ONCE, disk=mount_options))
+def two_starts(bench: Bench) -> Result:
+    """Start one command twice, for a new run and for a resume, and hold what is left against an undisturbed run."""
+    constant, problems = SETTINGS | {"training__lr_scheduler_type": "constant"}, []
+    with ForkedRuns() as other, ThreadPoolExecutor(2) as both:
+        for engine in ENGINES:
+            folder = bench.new_folder()
+            for last, options in ((8, ()), (12, ("--resume", "auto"))):
+                command = arguments(folder, engine, *options, **constant | {"training__num_train_steps": last})
+                ends = [*both.map(lambda runs, words=command: runs.run(words, ranks=2), (bench.server(), other))]
+                if sorted(end.codes for end in ends) != [[0, 0], [3, 3]]:
+                    problems.append(f"{engine}: {[end.codes for end in ends]}\n{ends[0].output}\n{ends[1].output}")
+            try:
+                assert_equal(folder, bench.undisturbed(engine, **constant))
+            except AssertionError as error:
+                problems.append(f"{engine}: {error}")
+    return Result(2 * len(ENGINES), problems=tuple(problems))
 
 
-def flush_refused(path: str, number: int, settings: Mapping[str, Any] = AT_ONCE) -> Row:
-    return Row(15, Disturbed(met("refused_flushes", path=path, number=number), (0,), "step 8 was not saved", settings))
-
-
-def suite(seconds: int, path: str, *names: str, marker: str = "") -> Row:
-    nodes = [f"tests/{path}::{name}" for name in names] or [f"tests/{one}" for one in path.split()]
-    return Row(seconds, Tests(nodes, marker))
-
-
+# fmt: off
 GROUPS: dict[str, dict[str, Row]] = {
     "Signals and kills": {
-        "kills-in-saves": killed_in("saves", 80, 4, 60),
-        "kills-in-loads": killed_in("loads", 40, 2, 40),
-        "kills-in-rollbacks": killed_in("rollbacks", 40, 2, 60),
-        "kills-in-exports": killed_in("exports", 40, 2, 40),
         "killed-rank": Row(
-            20, Disturbed(met("killed_rank", at=6, on_rank=1), (9, -9), "is gone without a word", AT_ONCE)
+            "SIGKILL of one rank in a step: exit code 9 and its name; equal",
+            Disturbed(met("killed_rank", at=6, on_rank=1), (9, -9), "is gone without a word", AT_ONCE), 25,
         ),
-        "bug-on-a-rank": Row(20, Disturbed(met("bug", at=6, on_rank=1), (1,), "a bug", AT_ONCE)),
-        "signals": Row(20, Disturbed(met("signal_all", signals=SIGNALS, at=6), (75,))),
-        "signals-at-the-edges": suite(60, "faults/test_stopping.py"),
-        "killed-worker": suite(
-            30, "faults/test_stopping.py", "test_a_worker_that_is_killed_while_a_stop_is_asked_for_is_a_stop"
+        "kills-in-saves": Row(
+            "SIGKILL of both ranks at random moments of saves, in the background and at once: equal",
+            Kills(80, "ds_encdec.checkpoint.manager:CheckpointManager.save", COMMIT, (BACKGROUND, AT_ONCE), 2, few=4),
+            50,
+        ),
+        "kills-in-rollbacks": Row(
+            "SIGKILL of both ranks at random moments of a rollback: equal to a run without that data, or in which it "
+            "was good",
+            Kills(40, "ds_encdec.training.saving:go_back", COMMIT, (ROLLBACK,), rest=Disturbed(met("bad_data", at=15,
+                until=15), without=(13, 14, 15), if_rolled_back=True)),
+            40,
+        ),
+        "kills-in-loads": Row(
+            "SIGKILL of both ranks at random moments of a resume, up to its first step: equal",
+            Kills(40, "", "ds_encdec.data.loader:LaneLoader.__next__", (AT_ONCE,),
+                rest=Disturbed(before=met("killed_rank", at=6, on_rank=1))),
+            40,
+        ),
+        "kills-in-exports": Row(
+            "SIGKILL of both ranks at random moments of export and average: equal, exports too",
+            Kills(40, "ds_encdec.training.build:export_at_end", "ds_encdec.training.build:average_last_checkpoints",
+                (EXPORT,)),
+            40,
+        ),
+        "signals": Row(
+            "SIGTERM, SIGINT, SIGHUP and SIGUSR1 to every process: saved, exit code 75; equal",
+            Disturbed(met("signal_all", signals=SIGNALS, at=6), (75,)), 25,
+        ),
+        "bug-on-a-rank": Row(
+            "an exception on one rank: exit code 1 on all, with its words; equal",
+            Disturbed(met("bug", at=6, on_rank=1), (1,), "a bug", AT_ONCE),
+        ),
+        "signals-at-the-edges": suite(
+            "signals at the start, behind the last step, while a copy is uploaded; killed data workers: saved or "
+            "complete, nothing left over",
+            "faults/test_stopping.py",
         ),
         "killed-launcher": suite(
-            60, "launch/test_launch_training.py", "test_a_signal_stops_ranks_that_have_lost_their_launcher"
+            "the launcher is killed: its ranks save and end",
+            "launch/test_launch_training.py", "-k", "lost_their_launcher",
         ),
-        "ctrl-c": suite(60, "faults/test_interrupts.py"),
+        "interrupted-verbs": suite(
+            "Ctrl-C and SIGTERM in every verb: one line, exit code 130, or 75 where the work goes on; nothing half "
+            "made",
+            "faults/test_interrupts.py",
+        ),
     },
     "Power loss": {
-        "power-loss": Row(
-            400,
-            Function("power_loss", "moments"),
-            Function("power_loss", "moments", {"window": True, "engines": ("fsdp",)}),
-            quick_seconds=60,
+        "power-loss-in-a-save": Row(
+            "a power loss at any moment of one save under FSDP2: as above",
+            Function("power_loss:one_save"), 60,
         ),
-        "flushes-left-out": Row(300, Function("power_loss", "flushes_left_out")),
+        "power-loss": Row(
+            "a power loss at any moment of a run, its saves, exports and averages: as above",
+            Function("power_loss:whole_runs"),
+        ),
+        "flushes-left-out": Row(
+            "the same, as if one kind of flush were left out: each is missed",
+            Function("power_loss:flushes_left_out"),
+        ),
     },
     "Disks": {
-        "full-disk": on_disk("size=32m", met("full_disk", after_commits=1, path="{disk}/ballast"), "Free space"),
-        "no-inodes": on_disk("nr_inodes=400", met("no_inodes", after_commits=1, path="{disk}/many"), ""),
-        "read-only-disk": on_disk("size=32m", met("read_only_disk", after_commits=1, path="{disk}"), "Read-only"),
-        "true-endings": suite(40, "faults/test_endings.py", "test_on_a_full_disk_the_ending_is_the_true_one"),
-        "file-size-limit": suite(
-            30, "faults/test_refused_resumes.py", "test_a_disk_that_takes_no_checkpoint_ends_the_run_only_at_its_last"
+        "full-disk": Row(
+            "the disk is full behind the first checkpoint: exit code 5; with space equal",
+            Disturbed(met("full_disk", after_commits=1, path="RUN/../ballast"), (5,), "Free space", AT_ONCE,
+                disk="size=32m"),
+            25,
         ),
-        "eio-manifest": flush_refused(r"\.manifest\.json", 2),
-        "eio-shard": flush_refused(r"step-0+8\.tmp/\w+/.*\d", 1),
-        "eio-commit": flush_refused(r"/checkpoints$", 2, AT_ONCE | {"training__save_total_limit": 1}),
+        "eio-commit": Row(
+            "EIO where the folder is flushed behind the second commit: not saved, nothing is pruned, equal",
+            flush_refused(r"/checkpoints$", 2, AT_ONCE | {"training__save_total_limit": 1}), 15,
+        ),
+        "no-inodes": Row(
+            "the disk takes no more files behind the first checkpoint: exit code 5; elsewhere equal",
+            Disturbed(met("no_inodes", after_commits=1, path="RUN/../many"), (5,), "", AT_ONCE, disk="nr_inodes=400"),
+            25,
+        ),
+        "eio-manifest": Row(
+            "EIO where the second manifest is flushed: that save fails with a name, equal",
+            flush_refused(r"\.manifest\.json", 2), 15,
+        ),
+        "eio-shard": Row(
+            "EIO where a shard is flushed: that save fails with a name, equal",
+            flush_refused(r"step-0+8\.tmp/\w+/.*\d", 1), 15,
+        ),
+        "read-only-disk": Row(
+            "the disk becomes read-only behind the first checkpoint: exit code 5; elsewhere equal",
+            Disturbed(met("read_only_disk", after_commits=1, path="RUN/.."), (5,), "Read-only", AT_ONCE,
+                disk="size=32m"),
+        ),
         "slow-flushes": Row(
-            40, Disturbed(met("slow_flushes", seconds=0.2), settings={"infra__hang_timeout_minutes": 0.1})
+            "every flush takes 0.2 s, at a hang limit of 6 s: no false alarm, equal",
+            Disturbed(met("slow_flushes", seconds=0.2), settings={"infra__hang_timeout_minutes": 0.1}),
         ),
-        "deleted-folder": suite(20, "faults/test_endings.py", "test_a_folder_that_is_deleted_ends_the_run"),
+        "true-endings": suite(
+            "a disk is full at the end, when the run is stopped, at the last save; the run's folder is deleted: "
+            "`run.json` has the true ending; nothing is made again",
+            "faults/test_endings.py", "-k", "disk or deleted",
+        ),
+        "file-size-limit": suite(
+            "a limit on the size of files: named; exit code 5 only at the last save",
+            "faults/test_refused_resumes.py", "-k", "takes_no_checkpoint",
+        ),
     },
     "Memory and limits": {
-        "no-memory": suite(
-            40, "faults/test_memory_runs_out.py", "test_a_rank_without_memory_says_what_would_have_fitted"
+        "few-descriptors": Row(
+            "64 descriptors a process: equal",
+            Disturbed(limits={"RLIMIT_NOFILE": 64}), 20,
         ),
-        "few-descriptors": Row(15, Disturbed(limits={"RLIMIT_NOFILE": 64})),
         "no-shared-memory": Row(
-            40, Disturbed(wrapper=(*PRIVATE, 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"', "bash"))
+            "/dev/shm has 4 KB: equal",
+            Disturbed(wrapper=(*NAMESPACE, 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"', "bash")),
+        ),
+        "no-memory": suite(
+            "a rank can take no more memory: exit code 6, with settings that would have fitted",
+            "faults/test_memory_runs_out.py", "-k", "without_memory",
         ),
     },
     "Numbers": {
-        "nan-loss": Row(20, Disturbed(met("nan_loss", at=6, on_rank=1), without=(6,))),
-        "infinite-loss": Row(20, Disturbed(met("infinite_loss", at=6, on_rank=1), without=(6,))),
-        "gradient-spike": Row(
-            20,
-            Disturbed(
-                met("gradient_spike", at=10, factor=1000.0),
-                settings=NARROW | {"monitor__on_grad_explosion": "skip_step"},
-                without=(10,),
-            ),
+        "nan-loss": Row(
+            "loss and gradients of one rank are NaN in a step: skipped on all; equal to a run without its data",
+            Disturbed(met("nan_loss", at=6, on_rank=1), without=(6,)), 25,
         ),
-        "bad-data": Row(
-            25, Disturbed(met("bad_data", at=15, until=15), (0,), "Rollback 1 of", ROLLBACK, without=(13, 14, 15))
+        "nan-moment": Row(
+            "NaN in a moment of one rank before a save: not saved, exit code 7; equal",
+            Disturbed(met("damaged_state", tensor="exp_avg", value=float("nan"), on_rank=1, after=7), (7,),
+                "steps in a row were skipped", AT_ONCE | {"training__max_consecutive_skipped_steps": 3}),
+            25,
         ),
-        "nan-moment": Row(25, Disturbed(damaged("exp_avg", after=7), (7,), "steps in a row were skipped", SKIPS)),
-        "nan-weights-at-the-end": Row(25, Disturbed(damaged("weight", after=12), (7,), "step 12", SKIPS)),
-        "states-and-evaluations": suite(90, "faults/test_finite_states.py"),
-        "foreign-token": Row(20, Disturbed(met("wrong_token", at=6, on_rank=1, token=1024), (4,), "1024", AT_ONCE)),
-        "wrong-token": suite(40, "faults/test_tokens.py"),
+        "skips-and-rollbacks": suite(
+            "losses and gradients that are infinite, explode or jump: skipped or rolled back, and equal to a run "
+            "without that data",
+            "faults/test_recovery.py",
+        ),
+        "states-and-evaluations": suite(
+            "weights, moments and evaluations that are not finite, with each answer: named, never saved, never "
+            "complete",
+            "faults/test_finite_states.py",
+        ),
+        "flipped-replicas": suite(
+            "a flip in a weight or moment of one replica: ends with names, or rolled back and equal",
+            "faults/test_replicas.py",
+        ),
+        "wrong-tokens": suite(
+            "a token id of another token, or of none, and a prepared file damaged in its middle: `ds-encdec compare` "
+            "names step and rank, exit code 4",
+            "faults/test_tokens.py",
+        ),
     },
     "Slow, stopped and cut ranks": {
+        "hanging-rank": suite(
+            "a rank hangs or is stopped: exit code 8 on all, stacks of all ranks",
+            "launch/test_watchdog.py",
+        ),
         "slow-rank": suite(
-            30, "faults/test_recovery.py", "test_a_slow_rank_is_named_and_can_end_the_run_to_go_on_elsewhere"
+            "one rank is late in every step: named; with `stop` saved, exit code 75, goes on equal",
+            "faults/test_recovery.py", "-k", "slow_rank",
         ),
         "deaf-rank": suite(
-            60, "faults/test_endings.py", "test_a_killed_rank_is_named_and_the_others_do_not_take_the_blame"
+            "a rank is killed while another hangs in native code, or is on another machine: exit code 9, named",
+            "faults/test_endings.py", "-k", "killed_rank",
         ),
-        "hanging-rank": suite(90, "launch/test_watchdog.py"),
-        "hosts": suite(400, "hosts/test_deaths.py", marker="hosts"),
+        "hosts": suite(
+            "hosts and launchers that are killed, or cut off: all ranks end, nothing is left over, the run goes on",
+            "hosts/test_deaths.py", "-m", "hosts",
+        ),
     },
     "Clocks and races": {
-        "clock-ahead": Row(15, Disturbed(met("wrong_clock", at=6, on_rank=1, seconds=7200.0))),
-        "clock-behind": Row(15, Disturbed(met("wrong_clock", at=6, on_rank=0, seconds=-3600.0))),
-        "two-starts": Row(60, Function("races", "two_starts")),
+        "clock-ahead": Row(
+            "the clock of one rank jumps two hours ahead: equal",
+            Disturbed(met("wrong_clock", at=6, on_rank=1, seconds=7200.0)), 15,
+        ),
+        "clock-behind": Row(
+            "the clock of rank 0 jumps an hour back: equal",
+            Disturbed(met("wrong_clock", at=6, on_rank=0, seconds=-3600.0)),
+        ),
+        "two-starts": Row(
+            "two starts in one folder at one moment, new and with `--resume auto`: one trains, one ends with 3, equal",
+            Function("rows:two_starts"),
+        ),
         "stop-in-a-save": Row(
-            20,
-            Disturbed(
-                [*met("stop_file", after_commits=1, path="{run}/stop"), *met("slow_data", on_rank=0, seconds=0.5)],
-                (75,),
-                "ds-encdec stop",
-                AT_ONCE,
-            ),
+            "the stop file appears in a commit: exit code 75; equal",
+            Disturbed([*met("stop_file", after_commits=1, path="RUN/stop"), *met("slow_data", on_rank=0, seconds=0.5)],
+                (75,), "ds-encdec stop", AT_ONCE),
         ),
     },
     "Checkpoints, configurations and data": {
-        "hostile-checkpoints": suite(60, "checkpoint/test_hostile_manifests.py checkpoint/test_saved_state.py"),
-        "damaged-checkpoints": suite(90, "faults/test_refused_resumes.py checkpoint/test_manager.py"),
-        "hostile-configurations": suite(20, "config/test_hostile_input.py"),
-        "changed-configurations": Row(
-            60,
-            Function("races", "changed_configurations", {"count": 2000}),
-            Function("races", "changed_configurations", {"count": 300}),
-            quick_seconds=20,
+        "hostile-checkpoints": suite(
+            "manifests, indexes, archives and pickles that are none, or name programs and other files: refused with "
+            "the file's name, nothing is run",
+            "checkpoint/test_hostile_manifests.py", "checkpoint/test_saved_state.py",
         ),
-        "damaged-data": suite(120, "data/test_local_formats.py data/test_prepared.py"),
+        "damaged-checkpoints": suite(
+            "a flipped byte, a missing file, another run's checkpoint, other data: passed over under `auto`, refused "
+            "where named",
+            "faults/test_refused_resumes.py", "checkpoint/test_manager.py",
+        ),
+        "hostile-configurations": suite(
+            "YAML, JSON and overrides that are none, bombs, devices: exit code 2 with file and line",
+            "config/test_hostile_input.py",
+        ),
+        "changed-configurations": Row(
+            "random changes of configurations: accepted or refused with file and line",
+            Function("bench:changed_configurations"),
+        ),
+        "damaged-data": suite(
+            "rows and files that are damaged, cut short, too large, or change while they are read: named, or passed "
+            "over and counted",
+            "data/test_local_formats.py", "data/test_prepared.py",
+        ),
+        "hub": suite(
+            "a hub that drops connections, stalls, refuses, limits, or changes: tried again where that helps, else "
+            "named",
+            "data/test_hub_reading.py",
+        ),
+        "keys-and-terminals": suite(
+            "keys in the environment and in addresses, names that control a terminal: in no file and no output",
+            "launch/test_secrets.py", "test_terminal.py",
+        ),
     },
-    "Doors": {
-        "planted-keys": suite(60, "launch/test_secrets.py launch/test_launch_training.py"),
-        "control-characters": suite(30, "test_terminal.py"),
-        "open-ports": suite(40, "launch/test_meeting.py"),
-    },
-    "Hubs": {"hub": suite(120, "data/test_hub_reading.py")},
 }
+# fmt: on

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -325,6 +326,48 @@ def wrong_clock(rank: int, *, at: int, on_rank: int, seconds: float) -> None:
     _act_on_loss(rank == on_rank, at, lambda: setattr(time, "time", lambda: clock() + seconds))
 
 
+def killed_within(rank: int, *, begins: str, ends: str, number: int, seconds: list[float]) -> None:
+    """This rank is killed `seconds` (one for each rank) after call `number` of `begins`, a `module:name`; without one,
+    after now. Each return of `ends` prints how long it took."""
+    began: list[float] = []
+
+    def begin() -> None:
+        began.append(time.monotonic())
+        if len(began) == number:
+            killer = threading.Timer(seconds[rank], os.kill, (os.getpid(), signal.SIGKILL))
+            killer.daemon = True
+            killer.start()
+
+    def end() -> None:
+        if began:
+            print(f"it took {time.monotonic() - began[-1]:.3f} s", flush=True)
+
+    if begins:
+        _around(begins, before=begin)
+    else:
+        begin()
+    _around(ends, behind=end)
+
+
+def _around(
+    function: str, before: Callable[[], object] = lambda: None, behind: Callable[[], object] = lambda: None
+) -> None:
+    module, _, path = function.partition(":")
+    *owners, name = path.split(".")
+    owner = importlib.import_module(module)
+    for one in owners:
+        owner = getattr(owner, one)
+    call = getattr(owner, name)
+
+    def surrounded(*arguments: Any, **options: Any) -> Any:
+        before()
+        result = call(*arguments, **options)
+        behind()
+        return result
+
+    setattr(owner, name, surrounded)
+
+
 def _behind_commit(after_commits: int, act: Callable[[], object]) -> None:
     commit, numbers = CheckpointFolder.commit, itertools.count(1)
 
@@ -377,15 +420,7 @@ def signal_all(rank: int, *, signals: list[str], at: int) -> None:
 
 def signalled_in(rank: int, *, function: str, number: str) -> None:
     """This process gets the signal whenever `function` (`module:name`, where it is called) has returned."""
-    module, _, name = function.partition(":")
-    called = getattr(importlib.import_module(module), name)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        result = called(*arguments, **options)
-        os.kill(os.getpid(), getattr(signal, number))
-        return result
-
-    setattr(sys.modules[module], name, call)
+    _around(function, behind=lambda: os.kill(os.getpid(), getattr(signal, number)))
 
 
 def interrupted_twice(rank: int, *, at: int) -> None:

@@ -1,10 +1,8 @@
 """How a run ends is told, whatever became of its disk, its folder or its ranks: the exit code, and run.json."""
 
-import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
