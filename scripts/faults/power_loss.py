@@ -193,7 +193,7 @@ def _recorded(bench: Bench, engine: str) -> Record:
 
 
 def _problems(root: Path, step: int, announced: frozenset[str], exports: dict[str, dict[str, bytes]]) -> Iterator[str]:
-    yield from _wrong_pointers(root, "before a resume")
+    yield from _wrong_pointers(root, may_dangle=True)  # until the next start
     folder = RunFolder(str(root))
     for name, files in exports.items():
         is_there = (folder.exports / name).exists()
@@ -219,7 +219,7 @@ def _problems(root: Path, step: int, announced: frozenset[str], exports: dict[st
     at = found.manifest.step if found else 0
     if at < step:
         yield f"announced step {step}, and resumes from {at}"
-    yield from _wrong_pointers(root, "after a resume")
+    yield from _wrong_pointers(root)
     lines = folder.metrics.read_bytes().splitlines()
     have = {line["step"] for line in map(json.loads, lines) if "train/loss" in line}
     if not set(range(1, at + 1)) <= have:
@@ -246,16 +246,17 @@ def _resumed(folder: RunFolder) -> Checkpoint | None:
     return found
 
 
-def _wrong_pointers(root: Path, when: str) -> Iterator[str]:
+def _wrong_pointers(root: Path, *, may_dangle: bool = False) -> Iterator[str]:
     for name in POINTERS:
         pointer = root / "checkpoints" / name
         if os.path.lexists(pointer):
             try:
                 verify_checkpoint(pointer.resolve(strict=True))
             except FileNotFoundError:
-                yield f"{name} dangles {when}"
+                if not may_dangle:
+                    yield f"{name} dangles after a resume"
             except Exception as error:
-                yield f"{name} leads to a damaged checkpoint {when}: {type(error).__name__}"
+                yield f"{name} leads to a damaged checkpoint: {type(error).__name__}"
 
 
 def _files(folder: Path) -> dict[str, bytes]:
