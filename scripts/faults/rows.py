@@ -134,7 +134,7 @@ GROUPS: dict[str, dict[str, Row]] = {
         ),
         "eio-commit": Row(
             "EIO where the folder is flushed behind the second commit: not saved, nothing is pruned, equal",
-            flush_refused(r"/checkpoints$", 2, AT_ONCE | {"training__save_total_limit": 1}),
+            flush_refused(r"/checkpoints$", 3, AT_ONCE | {"training__save_total_limit": 1}),
         ),
         "no-inodes": Row(
             "the disk takes no more files behind the first checkpoint: exit code 5; elsewhere equal",
