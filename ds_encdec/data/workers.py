@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, cast
 
 from ds_encdec.base.terminal import outlive_readers
-from ds_encdec.base.types import DataError, DsEncDecError
+from ds_encdec.base.types import DataError, DsEncDecError, LostRankError
 from ds_encdec.launch.preemption import stop_signals_left_to_this_process
 
 _BOOTSTRAP = (
@@ -27,7 +27,7 @@ _BOOTSTRAP = (
 )
 
 
-class WorkerKilledError(DataError):
+class WorkerKilledError(DataError, exit_code=LostRankError.exit_code):
     """A signal ended a data worker: the kernel's, for lack of memory, or that of whoever ends the run."""
 
 

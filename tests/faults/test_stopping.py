@@ -64,14 +64,21 @@ def test_a_signal_to_every_process_saves_and_no_rank_leaves_before_the_copy_is_m
     assert status(there)["state"] == "preempted"
 
 
-def test_a_worker_that_is_killed_while_a_stop_is_asked_for_is_a_stop(runs: ForkedRuns, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [["SIGTERM"], []])
+def test_a_killed_worker_is_a_lost_process_or_part_of_a_stop(
+    runs: ForkedRuns, tmp_path: Path, signals: list[str]
+) -> None:
     """One rank has the data of step 4, the other does not: step 3 is saved, and step 4 is not left out afterwards."""
     short = {"training__num_train_steps": 6}
     runs.run(arguments(tmp_path / "whole", "fsdp", **short), ranks=2).ended_with(0)
-    fault = {"kind": "kill_workers", "at": 4, "on_rank": 1, "signals": ["SIGTERM"]}
+    fault = {"kind": "kill_workers", "at": 4, "on_rank": 1, "signals": signals}
     folder = tmp_path / "run"
     result = runs.run(arguments(folder, "fsdp", **short), ranks=2, faults=[fault])
-    assert assert_preempted(result, folder) == 3
+    if signals:
+        assert assert_preempted(result, folder) == 3
+    else:
+        result.ended_with(9)
+    assert [*committed_steps(folder / "checkpoints")] == [3]
     runs.run(arguments(folder, "fsdp", "--resume", "auto", **short), ranks=2).ended_with(0)
     assert losses(folder) == losses(tmp_path / "whole")
 
