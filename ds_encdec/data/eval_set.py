@@ -61,13 +61,13 @@ def _read_examples(path: Path) -> list[Example]:
         content = read_json(path, None)
         if content["digest"] != digest(content["examples"]):
             raise ValueError("its digest does not match")
+        rows = content["examples"]
+        return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
     except FileNotFoundError:
-        return []
+        pass
     except (OSError, ValueError, TypeError, LookupError) as error:
         logger.warning("%s is damaged, and is made again: %r", path, error)
-        return []
-    rows = content["examples"]
-    return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
+    return []
 
 
 def packed(examples: Iterable[Example], pipeline: LanePipeline, budgets: Budgets) -> Iterator[list[Example]]:

@@ -75,7 +75,10 @@ class RunFolder:
                 f"infra.output_dir: {self.root} already holds a run ({f'state {state}' if state else 'no run.json'}). "
                 "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
             )
-        self.checkpoints.mkdir(exist_ok=True)
+        try:
+            self.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"infra.output_dir: {self.checkpoints}: {error.strerror}; use another folder.") from error
         with suppress(OSError):
             self.stop_file.unlink(missing_ok=True)  # it was meant for an earlier start
             if not resume:
@@ -95,10 +98,8 @@ class RunFolder:
         gone: Path | None = None
         if self._lock is not None:
             try:
-                if not os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.root / ".lock")):
-                    gone = self.root
-                elif not self.checkpoints.is_dir():
-                    gone = self.checkpoints
+                is_held = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.root / ".lock"))
+                gone = (None if self.checkpoints.is_dir() else self.checkpoints) if is_held else self.root
             except OSError as error:  # if the file system does not answer now, the next save reports it
                 gone = self.root if isinstance(error, FileNotFoundError) else None
         if gone is not None:

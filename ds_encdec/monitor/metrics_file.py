@@ -61,10 +61,9 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
     refuses costs an error in the log, never the run, and leaves no torn line behind."""
     text = json.dumps(values, allow_nan=False).encode() + b"\n"
     try:
-        is_new = not path.exists()
+        if not path.exists():
+            logger.warning("%s was deleted, and begins again: the lines before are lost", path)
         with path.open("ab", buffering=0) as file:
-            if is_new:
-                logger.warning("%s was deleted, and begins again: the lines before are lost", path)
             size = file.tell()
             if file.write(text) != len(text):
                 file.truncate(size)
@@ -146,8 +145,7 @@ def answer(alert_type: str, settings: MonitorConfig) -> str:
 
 
 class EventLog:
-    """Appends to the file, from which unreadable lines are cut first; does nothing if `path` is None, as on all ranks
-    but 0. Raises OSError."""
+    """Appends to the file, without its unreadable lines; does nothing if `path` is None, as on all ranks but 0."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

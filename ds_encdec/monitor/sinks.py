@@ -288,13 +288,11 @@ class WandbSink(Sink):
 
 
 def _wandb_run_id(logging_dir: Path) -> str:
-    """Return the id of this folder's W&B run: of WANDB_RUN_ID, kept from an earlier start, or new; a damaged one is
-    none. Raises OSError."""
+    """Return WANDB_RUN_ID, or the whole id that an earlier start kept, or a new one, and keep it. Raises OSError."""
     kept, earlier = logging_dir / "wandb_run_id", ""
     with suppress(OSError, ValueError):
         earlier = kept.read_text().strip()
-    known = earlier if re.fullmatch(r"[\w.-]{1,128}", earlier) else os.urandom(4).hex()
-    run_id = os.environ.get("WANDB_RUN_ID") or known
+    run_id = os.environ.get("WANDB_RUN_ID") or (re.fullmatch(r"[\w.-]+", earlier) or [os.urandom(4).hex()])[0]
     if run_id != earlier:
         write_atomically(kept, run_id + "\n")
     return run_id

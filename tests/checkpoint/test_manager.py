@@ -48,13 +48,22 @@ def test_retention_spares_best_and_final(tmp_path: Path) -> None:
     assert (tmp_path / "best").resolve().name == "step-00000005"
 
 
-def test_going_back_puts_the_later_steps_aside(tmp_path: Path) -> None:
+def test_going_back_puts_the_later_steps_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager(tmp_path, keep=3)
     save(manager, 10)
     save(manager, 20, "best")
     save(manager, 30, "best")
     state = TrainingState(global_step=20, best_value=1.5, best_step=20)
-    assert manager.adopt(found(manager, tmp_path / "step-00000020"), state) == state
+    with monkeypatch.context() as watched:
+        watched.setattr(time, "strftime", lambda _: "now")
+        done = recorded(watched)
+        assert manager.adopt(found(manager, tmp_path / "step-00000020"), state) == state
+    assert done[:4] == [  # a link names what is there at any moment
+        Call("replace", tmp_path / "best"),
+        Call("replace", tmp_path / "latest"),
+        Call("fsync", tmp_path),
+        Call("rename", tmp_path / "abandoned-step-00000030-now"),
+    ]
     assert sorted(committed_steps(tmp_path)) == [10, 20]
     assert [path.name[:23] for path in tmp_path.glob("abandoned-*")] == ["abandoned-step-00000030"]
     assert (tmp_path / "best").resolve().name == (tmp_path / "latest").resolve().name == "step-00000020"
@@ -351,17 +360,19 @@ def test_pointers_that_no_run_has_left_are_mended(tmp_path: Path, caplog: pytest
 
 
 def test_an_export_is_durable_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    final, temporary = tmp_path / "out", tmp_path / "out.tmp"
-    final.mkdir()
+    final, temporary = tmp_path / "export" / "out", tmp_path / "export" / "out.tmp"
     done = recorded(monkeypatch)
+    with written_whole(final):
+        assert done == [Call("fsync", tmp_path)]  # the name of `export`
+    done.clear()
     with written_whole(final, replace=True) as (folder, _):
         (folder / "part").mkdir()
         (folder / "part" / "model.safetensors").touch()
     named = done.index(Call("rename", final))
     flushed = {path for name, path in done[:named] if name == "fsync"}
     assert {temporary, temporary / "part", temporary / "part" / "model.safetensors"} <= flushed
-    assert done[named + 1] == Call("fsync", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert done[named + 1] == Call("fsync", final.parent)
+    assert [path.name for path in final.parent.iterdir()] == ["out"]
 
 
 def test_the_same_step_again_that_fails_leaves_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -145,6 +148,13 @@ def test_lines_that_cannot_be_flushed_cost_an_error_and_no_ending(
     assert f"{folder.metrics}: its last lines may not be on the disk: [Errno 5]" in caplog.text
 
 
+def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.checkpoints.touch()
+    with pytest.raises(ConfigError, match=f"{folder.checkpoints}: File exists; use another folder"):
+        folder.claim(resume=True)
+
+
 def test_checkpoints_that_were_deleted_end_a_run_by_name(folder: RunFolder) -> None:
     folder.require_present()
     folder.checkpoints.rmdir()
@@ -224,6 +234,25 @@ def raised(kind: type[Exception], earlier: OSError, *, explicitly: bool) -> Exce
             raise kind("later") from (error if explicitly else None)
     except Exception as error:
         return error
+
+
+def test_a_disk_without_inodes_is_told_apart_from_a_full_one(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from ds_encdec.launch.disk import Writing\n"
+        "with Writing(Path(sys.argv[1]), 'The run', 'Free space.').explain_refusals():\n"
+        "    [Path(sys.argv[1], str(number)).touch() for number in range(9)]"
+    )
+    mounted = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c")
+    script = 'mount -t tmpfs -o size=1m,nr_inodes=5 none "$3" || exit 99; exec "$0" "$@"'
+    if not shutil.which("unshare"):
+        pytest.skip("no file system may be mounted here")
+    ended = subprocess.run(
+        [*mounted, script, sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True
+    )
+    if ended.returncode == 99:
+        pytest.skip("no file system may be mounted here")
+    assert "1.0 MB free" in ended.stderr
+    assert "No inode is left there: delete files, however small. Free space." in ended.stderr
 
 
 def test_which_errors_are_the_disks() -> None:
