@@ -72,20 +72,15 @@ def without_url_secrets(text: str) -> str:
     return _URL_QUERY.sub(lambda found: f"{found[1] or found[2]}***", _URL_USER.sub("***", text))
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return the console of log and progress: standard output, or with `stderr` the other if that is no terminal."""
-    return _console(stderr and not is_terminal(sys.stdout))
-
-
 @functools.cache
-def _console(stderr: bool) -> Console:
+def console() -> Console:
+    """Return the console of log and progress, which is standard output."""
     from rich.console import Console  # not for --help
 
-    stream = sys.stderr if stderr else sys.stdout
-    if is_terminal(stream):
-        return Console(stderr=stderr)
+    if is_terminal(sys.stdout):
+        return Console()
     # FORCE_COLOR would draw bars into files.
-    return Console(stderr=stderr, force_terminal=False if stream.isatty() else None, force_interactive=False)
+    return Console(force_terminal=False if sys.stdout.isatty() else None, force_interactive=False)
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -159,14 +159,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch on `device`; copies are asynchronous if the memory is pinned."""
-        return dataclasses.replace(
-            self,
-            **{
-                field.name: value.to(device, non_blocking=True)
-                for field in dataclasses.fields(self)
-                if hasattr(value := getattr(self, field.name), "to")
-            },
-        )
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        moved = {name: value.to(device, non_blocking=True) for name, value in values if hasattr(value, "to")}
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True)

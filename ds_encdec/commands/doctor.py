@@ -274,11 +274,9 @@ def _together(host: Host, own: list[Finding]) -> list[Finding]:
         findings = [finding for found in everyone.gather(own) for finding in found]
         hosts = dict(enumerate(everyone.gather(socket.gethostname())))
         found = everyone.gather(versions(ENGINES, nccl=host.uses_gpus))
-        lines = differences(dict(enumerate(found)), hosts)
+        lines, fix = differences(dict(enumerate(found)), hosts), "install the same on all hosts"
         findings += [
-            Finding("equal versions", False, "; ".join(lines), "install the same on all hosts")
-            if lines
-            else Finding("equal versions", True, f"{len(found)} ranks agree"),
+            Finding("equal versions", not lines, "; ".join(lines) or f"{len(found)} ranks agree", fix if lines else ""),
             _one_folder(host, hosts, everyone),
             _speed(device),
         ]

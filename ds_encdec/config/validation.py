@@ -39,16 +39,10 @@ _EXPECTED = {
     "tuple_type": "a list",
     "dict_type": "a mapping (`key: value` lines)",
     "model_type": "a mapping (`field: value` lines, with a blank behind the colon)",
-    "model_attributes_type": "a mapping (`field: value` lines)",
 }
 # Valid values for missing required fields, about which nothing will be reported, by the field's type.
 _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
-_BOUNDS = {
-    "greater_than": (">", "gt"),
-    "greater_than_equal": (">=", "ge"),
-    "less_than": ("<", "lt"),
-    "less_than_equal": ("<=", "le"),
-}
+_SIGNS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 
 
 @dataclass(frozen=True)
@@ -158,9 +152,9 @@ def _allowed(detail: ErrorDetails) -> str:
         names = (name.strip("'") for name in expected.replace(" or ", ", ").split(", "))
         guess = closest(str(detail["input"]), names, cutoff=0.6)  # few names: stf is as near as this to sft
         return f"allowed: {expected}" + (f"; did you mean `{guess}`?" if guess else "")
-    if kind in _BOUNDS:
-        sign, limit = _BOUNDS[kind]
-        return f"must be {sign} {context[limit]}"
+    if kind in _SIGNS:
+        (limit,) = context.values()
+        return f"must be {_SIGNS[kind]} {limit}"
     return f"must be {_EXPECTED[kind]}" if kind in _EXPECTED else detail["msg"].removeprefix("Value error, ")
 
 

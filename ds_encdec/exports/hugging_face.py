@@ -61,16 +61,14 @@ def export_hf(
     with written_whole(out, replace=replace) as (unfinished, writing):
         writing.require_space(dtype.itemsize * sum(map(prod, shapes.values())))
         write_safetensors_folder(unfinished, shapes, weights, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        _write_json(
-            unfinished / "config.json",
-            {
-                **config.to_dict(),
-                "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
-                "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
-                "code_sha256": write_code(unfinished, encoder_only=is_encoder),
-                "dtype": str(dtype).removeprefix("torch."),
-            },
-        )
+        fields = {
+            **config.to_dict(),
+            "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
+            "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
+            "code_sha256": write_code(unfinished, encoder_only=is_encoder),
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        _write_json(unfinished / "config.json", fields)
         if is_encoder:
             _write_sentence_transformers(unfinished, config.hidden_size, longest_text or config.max_position_embeddings)
         else:

@@ -108,18 +108,17 @@ def _card(
         f"torch {range_of('torch')}, transformers {range_of('transformers')} or 4.57 (written under "
         f"{torch.__version__} and {transformers.__version__})"
     )
-    return str(
-        ModelCard.from_template(
-            header,
-            template_path=str(Path(__file__).with_name("model_card.md.j2")),
-            rows={**rows, "Loads under": loads_under},
-            encoder=encoder_only,
-            objective=objective,
-            is_chat=is_chat,
-            prompt=json.dumps(prompt, ensure_ascii=False),
-            sums=sums_text(encoder_only=encoder_only),
-        )
+    card = ModelCard.from_template(
+        header,
+        template_path=str(Path(__file__).with_name("model_card.md.j2")),
+        rows={**rows, "Loads under": loads_under},
+        encoder=encoder_only,
+        objective=objective,
+        is_chat=is_chat,
+        prompt=json.dumps(prompt, ensure_ascii=False),
+        sums=sums_text(encoder_only=encoder_only),
     )
+    return str(card)
 
 
 def _origin(config: FullConfig) -> dict[str, Any]:

@@ -127,8 +127,7 @@ class Peers:
     def _record(self, reason: str) -> None:
         if self._recorded_end() is None:  # a rank that failed has recorded it before it ended
             logger.error("rank %d: %s", self._rank, reason)
-            with suppress(OSError):
-                self._run.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
+            record(self._run, "failed", reason=reason, exit_code=LostRankError.exit_code)
 
     def _gone_here(self) -> list[Peer]:
         return [peer for peer, process in self._here.items() if process is None or not is_alive(process)]

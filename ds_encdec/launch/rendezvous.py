@@ -61,11 +61,10 @@ class Rendezvous:
             place = self.store.add(f"place {world.rank}", 1)
         if place > 1:
             raise _alone(
-                ConfigError(
-                    f"Two processes claim to be rank {world.rank}, one of them {os.getpid()} on "
-                    f"{socket.gethostname()}: either both have the same RANK, or another run uses "
-                    f"{world.master_addr}:{world.master_port}. Give each run its own port: --master_port N."
-                )
+                ConfigError,
+                f"Two processes claim to be rank {world.rank}, one of them {os.getpid()} on {socket.gethostname()}: "
+                f"either both have the same RANK, or another run uses {world.master_addr}:{world.master_port}. Give "
+                "each run its own port: --master_port N.",
             )
 
     def round(
@@ -213,18 +212,17 @@ def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title
             if port is not None and (problem := await_listener(world.master_addr, port, 0.0)) is None:
                 return _tcp_store(world, port, seconds, keeps=False)
         time.sleep(RETRY_SECONDS)
-    raise _alone(LostRankError(f"rank {world.rank} ({socket.gethostname()}) cannot start alone: {problem}"))
+    raise _alone(LostRankError, f"rank {world.rank} ({socket.gethostname()}) cannot start alone: {problem}")
 
 
 def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
     if not keeps and (problem := await_listener(world.master_addr, world.master_port, time.monotonic() + seconds)):
         kind = ConfigError if unresolvable(world.master_addr) else LostRankError
         raise _alone(
-            kind(
-                f"Rank 0 did not join {_within(seconds)}, so rank {world.rank} ({socket.gethostname()}) cannot start: "
-                f"{problem}. Check rank 0's log, that MASTER_ADDR and MASTER_PORT are those of its host, and that no "
-                "firewall blocks them."
-            )
+            kind,
+            f"Rank 0 did not join {_within(seconds)}, so rank {world.rank} ({socket.gethostname()}) cannot start: "
+            f"{problem}. Check rank 0's log, that MASTER_ADDR and MASTER_PORT are those of its host, and that no "
+            "firewall blocks them.",
         )
     try:
         with _store_of_rank_zero(world):
@@ -233,11 +231,10 @@ def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
         if "EADDRINUSE" not in str(error.__cause__):
             raise
         raise _alone(
-            ConfigError(
-                f"MASTER_PORT={world.master_port}: another program on {socket.gethostname()} already listens there, "
-                "maybe another run. Give all ranks a free port: --master_port N (deepspeed), --master-port N "
-                "(torchrun), or MASTER_PORT if you set it yourself."
-            )
+            ConfigError,
+            f"MASTER_PORT={world.master_port}: another program on {socket.gethostname()} already listens there, maybe "
+            "another run. Give all ranks a free port: --master_port N (deepspeed), --master-port N (torchrun), or "
+            "MASTER_PORT if you set it yourself.",
         ) from error
 
 
@@ -280,14 +277,14 @@ def _store_of_rank_zero(world: World) -> Iterator[None]:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _alone(
-            LostRankError(
-                f"rank 0, at {world.master_addr}:{world.master_port}, is gone or does not answer, so rank {world.rank} "
-                f"({socket.gethostname()}) cannot start. Check rank 0's log. ({str(error).splitlines()[0]})"
-            )
+            LostRankError,
+            f"rank 0, at {world.master_addr}:{world.master_port}, is gone or does not answer, so rank {world.rank} "
+            f"({socket.gethostname()}) cannot start. Check rank 0's log. ({str(error).splitlines()[0]})",
         ) from error
 
 
-def _alone(error: DsEncDecError) -> DsEncDecError:
+def _alone(kind: type[DsEncDecError], message: str) -> DsEncDecError:
+    error = kind(message)
     error.common = False
     return error
 

@@ -139,16 +139,14 @@ def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: Vocabulary
     rows = fields["vocab_size"]
     if vocabulary.vocab_size > rows:
         rows = -(-vocabulary.vocab_size // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE
-    return Qwen3Seq2SeqConfig(
-        **fields
-        | {
-            "vocab_size": rows,
-            "pad_token_id": vocabulary.pad_id,
-            "decoder_start_token_id": vocabulary.start_id,
-            "eos_token_id": vocabulary.eos_id,
-            "sentinel_token_ids": list(vocabulary.sentinel_ids),
-            "mode_token_ids": list(vocabulary.mode_token_ids),
-            "loss_chunk_tokens": section.loss_chunk_tokens,
-            "use_flash_attention": section.use_flash_attention,
-        }
-    )
+    of_this_run = {
+        "vocab_size": rows,
+        "pad_token_id": vocabulary.pad_id,
+        "decoder_start_token_id": vocabulary.start_id,
+        "eos_token_id": vocabulary.eos_id,
+        "sentinel_token_ids": list(vocabulary.sentinel_ids),
+        "mode_token_ids": list(vocabulary.mode_token_ids),
+        "loss_chunk_tokens": section.loss_chunk_tokens,
+        "use_flash_attention": section.use_flash_attention,
+    }
+    return Qwen3Seq2SeqConfig(**fields | of_this_run)

@@ -174,16 +174,8 @@ def _judge_and_export(planned: PlannedPhase, folder: PhaseFolder, pipeline_initi
     passed, summary = verdict["passed"], verdict["summary"]
     if passed and not folder.export.exists():
         export_checkpoint(planned.folder / "checkpoints" / "final", folder.export)
-    _write(
-        folder.result,
-        {
-            "phase": planned.phase,
-            **verdict,
-            "started": _read(folder.started).get("started"),
-            "ended": _now(),
-            "phase_config": asdict(planned.settings),
-        },
-    )
+    times = {"started": _read(folder.started).get("started"), "ended": _now()}
+    _write(folder.result, {"phase": planned.phase, **verdict, **times, "phase_config": asdict(planned.settings)})
     print_text(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:
         print_text(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")

@@ -84,11 +84,8 @@ def read_overrides(
             if field != name and wanted == {} and isinstance(settings.get(field), dict):
                 continue  # the block is on already
             if not settings.put(field, deepcopy(wanted), COMMAND_LINE):
-                problems.append(
-                    Problem(
-                        (Mention(COMMAND_LINE, name),), "no such field: what stands above it is set to a single value"
-                    )
-                )
+                message = "no such field: what stands above it is set to a single value"
+                problems.append(Problem((Mention(COMMAND_LINE, name),), message))
             if wanted is not None and field in _INSTEAD and settings.get(_INSTEAD[field]) is not None:
                 settings.put(_INSTEAD[field], None, COMMAND_LINE)
     return found

@@ -89,9 +89,8 @@ def _claimed(settings: Settings, document: Settings, problems: list[Problem]) ->
         fields[_HPZ] = size, hpz
         stage, stage_by = fields.pop(_STAGE, ("zero3", hpz))
         if stage != "zero3":
-            problems.append(
-                Problem((stage_by, hpz), "hpZ is part of ZeRO-3: set stage 3, or remove zero_hpz_partition_size")
-            )
+            message = "hpZ is part of ZeRO-3: set stage 3, or remove zero_hpz_partition_size"
+            problems.append(Problem((stage_by, hpz), message))
         claim(_STAGE, "zero3_hybrid", hpz)
     # `train_batch_size` becomes the micro-batches of an optimizer step, whatever the number of ranks.
     if (total := document.get("train_batch_size")) in (None, "auto"):

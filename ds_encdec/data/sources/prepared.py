@@ -1,19 +1,9 @@
-"""Documents that were tokenized before a run, in arrow files that every rank maps into memory.
+"""Documents that were tokenized before a run, in arrow files that every rank maps into memory (docs/data.md).
 
-PREPARED_DIR/                 `data.prepared_dir`
-  .lock                       held while the folder is prepared
-  source-0/                   a folder for each source: `data`'s own, or those of `data.mixture` in their order;
-                              `validation` and `test` if these splits have their own sources
-    index.json                the source's facts and parts and, once it is finished, its shards
-    0003-00001.arrow          shard 1 of the fourth part: keys, token ids with their CRC, and the problems of bad rows
-    0003.json                 the shards of that part; it is written last, so a part that has one is complete
-
-A byte that has changed is noticed before a row that holds it is used. The CRC of a row's ids is compared where the row
-is read; that of the rest of a file, a few percent of it, once it is opened.
-
-A map's rows keep their places, so a run may switch to its prepared copy. A stream becomes a map, in another order.
-`ds-encdec prepare` writes the files, in processes that work on parts side by side: ranges of rows or units. After an
-interruption the next start makes the parts without a list of shards.
+A source's folder has its facts, its parts and, once it is finished, its shards in `index.json`. `0003-00001.arrow` is
+shard 1 of the fourth part: keys, token ids with their CRC, and the problems of bad rows. `0003.json` lists that part's
+shards; it is written last, so a part that has one is complete. Processes work on parts side by side: ranges of rows or
+units. The CRC of a row's ids is compared where the row is read; that of the rest of a file, a few percent, at opening.
 """
 
 # ruff: noqa: D102  (sources.MapSource documents the methods)
@@ -299,14 +289,13 @@ def _write_shard(path: Path, rows: Sequence[tuple[str, Any | BadRow]]) -> Shard:
     ]
     flat = [*chain.from_iterable(pieces)]
     ids = pa.ListArray.from_arrays(_edges(map(len, flat)), np.concatenate([np.zeros(0, np.int32), *flat]))
-    batch = pa.RecordBatch.from_pydict(
-        {
-            "key": pa.array([key for key, _ in rows], pa.string()),
-            "problem": pa.array(problems, pa.string()),
-            "token_ids": pa.ListArray.from_arrays(_edges(map(len, pieces)), ids),
-            "crc32": pa.array([_crc32(*of_row) for of_row in pieces], pa.uint32()),
-        }
-    )
+    columns = {
+        "key": pa.array([key for key, _ in rows], pa.string()),
+        "problem": pa.array(problems, pa.string()),
+        "token_ids": pa.ListArray.from_arrays(_edges(map(len, pieces)), ids),
+        "crc32": pa.array([_crc32(*of_row) for of_row in pieces], pa.uint32()),
+    }
+    batch = pa.RecordBatch.from_pydict(columns)
     buffer = pa.BufferOutputStream()
     with pa.ipc.new_file(buffer, batch.schema) as writer:
         writer.write_batch(batch)
