@@ -18,15 +18,8 @@ from pathlib import Path
 import torch
 from transformers.initialization import no_init_weights
 
+from ds_encdec.base import types
 from ds_encdec.base.findings import Finding
-from ds_encdec.base.types import (
-    CheckpointError,
-    ConfigError,
-    DsEncDecError,
-    GateError,
-    OutOfMemoryError,
-    TrainingState,
-)
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.zero_state import open_saved_state
@@ -212,7 +205,7 @@ class Subject:
         )
 
     def _checkpoint_resumes(self) -> Result:
-        state, context = TrainingState(global_step=OVERFIT_STEPS), self.context
+        state, context = types.TrainingState(global_step=OVERFIT_STEPS), self.context
 
         def write_rest(checkpoint: Path) -> None:
             (checkpoint / "trainer.json").write_text(json.dumps({"state": state.to_dict()}))
@@ -222,7 +215,7 @@ class Subject:
             manager.prepare()
             manager.save(state, self.engine.stage, write_rest, pointers=(), in_background=False)
             if (outcome := manager.collect()) is None or outcome.problem is not None:
-                raise CheckpointError(outcome.problem if outcome else "nothing was saved")
+                raise types.CheckpointError(outcome.problem if outcome else "nothing was saved")
             checkpoint = committed_steps(Path(folder))[OVERFIT_STEPS]
             num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
             expected = [self._train_step() for _ in range(RESUME_STEPS)]
@@ -264,16 +257,16 @@ CHECKS: tuple[Check, ...] = (  # in the order in which they run
 
 def check_config(
     config: FullConfig, report: Callable[[Finding], None] = lambda finding: None, *, checks: Sequence[Check] = CHECKS
-) -> tuple[list[Finding], DsEncDecError | None]:
+) -> tuple[list[Finding], types.DsEncDecError | None]:
     """Run `checks` in this process alone; `report` is called with each finding. Nothing is left behind. Returns all
     findings, and the error that the process fails with: None if all have passed, else a GateError, or a check's own
     error (exit code 2, 4, 5 or 6). Raises ConfigError if this machine cannot run it at all."""
     world = discover(os.environ)
     if world.world_size > 1:
-        raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
+        raise types.ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
     config = on_one_rank(config)
     subject = Subject(config, join_ranks(config, world))
-    results, errors = dict[str, Finding](), list[DsEncDecError]()
+    results, errors = dict[str, Finding](), list[types.DsEncDecError]()
     subject.opened.callback(shutdown)
     with subject.opened:
         for check, function, needs in checks:
@@ -287,13 +280,13 @@ def check_config(
                 logger.debug("%s:", check, exc_info=True)
                 result = Finding(check, False, f"{type(error).__name__}: {error}")
                 if is_out_of_memory(error):
-                    errors.append(OutOfMemoryError(result.message))
-                elif isinstance(error, DsEncDecError) and error.exit_code != DsEncDecError.exit_code:
+                    errors.append(types.OutOfMemoryError(result.message))
+                elif isinstance(error, types.DsEncDecError) and error.exit_code != types.DsEncDecError.exit_code:
                     errors.append(error)
             results[check] = result
             report(result)
     if failed := [result.check for result in results.values() if not (result.passed or result.skipped)]:
-        errors.append(GateError(f"the sanity check is not passed: {', '.join(failed)}"))
+        errors.append(types.GateError(f"the sanity check is not passed: {', '.join(failed)}"))
     return list(results.values()), errors[0] if errors else None
 
 

@@ -9,30 +9,14 @@ from typing import Any, Literal, TypeVar
 
 from ds_encdec.base.quantities import GIB, in_gib
 from ds_encdec.base.types import ConfigError
+from ds_encdec.config import shares
 from ds_encdec.config.rules import engine_candidates
 from ds_encdec.config.schema import FullConfig, load_config
-from ds_encdec.config.shares import (
-    is_auto,
-    mesh_shape,
-    micro_batch_candidates,
-    plan_lanes,
-    with_assumed_batch_size,
-    with_first_batch_size,
-    with_micro_batch_size,
-)
+from ds_encdec.memory import variants
 from ds_encdec.memory.breakdown import Estimate
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.gpus import DEFAULT_GPU, GPUS, Gpu, has_gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
-from ds_encdec.memory.variants import (
-    HEADROOM,
-    HOST_HEADROOM,
-    RECOMPUTATION,
-    Variant,
-    choose_recompute,
-    variant,
-    with_fields,
-)
 from ds_encdec.memory.zero import swapped_bytes
 
 Found = TypeVar("Found")
@@ -51,13 +35,13 @@ class EstimateRequest:
         """Return whether the GPU computes in the dtypes of `job`."""
         return self.gpu.has_bf16 or not job.config.training.bf16
 
-    def short_of(self, row: Variant) -> str | None:
+    def short_of(self, row: variants.Variant) -> str | None:
         """Return "GPU" or "host" where less than the headroom stays free, else None; an unknown host suffices."""
-        if row.job.device == "cuda" and row.estimate.peak.total > self.gpu.usable_bytes * (1 - HEADROOM):
+        if row.job.device == "cuda" and row.estimate.peak.total > self.gpu.usable_bytes * (1 - variants.HEADROOM):
             return "GPU"
-        return "host" if self.host_bytes and row.node_bytes > self.host_bytes * (1 - HOST_HEADROOM) else None
+        return "host" if self.host_bytes and row.node_bytes > self.host_bytes * (1 - variants.HOST_HEADROOM) else None
 
-    def fits(self, row: Variant) -> bool:
+    def fits(self, row: variants.Variant) -> bool:
         """Return whether the row fits on the GPU, and on its host if that is known."""
         return self.short_of(row) is None
 
@@ -89,12 +73,13 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> Estim
         raise ConfigError("\n".join(problems))
     if not gpu.has_bf16:
         # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention_kernels.py).
-        config = with_fields(config, {"model.use_flash_attention": False})
-    sizes_to_try = micro_batch_candidates(config, config.infra.num_gpus) if is_auto(config) else []
+        config = variants.with_fields(config, {"model.use_flash_attention": False})
+    sizes_to_try = shares.micro_batch_candidates(config, config.infra.num_gpus) if shares.is_auto(config) else []
     config, choice = planned_checkpointing(config, sizes, options.nodes, gpu)
-    for tried in [with_micro_batch_size(config, size, config.infra.num_gpus) for size in sizes_to_try] or [config]:
+    sized = [shares.with_micro_batch_size(config, size, config.infra.num_gpus) for size in sizes_to_try]
+    for tried in sized or [config]:
         request = EstimateRequest(planned_job(tried, sizes, options.nodes, gpu), gpu, host_bytes)
-        if request.fits(variant(request.job, {})):  # the largest that fits, or the last, 1
+        if request.fits(variants.variant(request.job, {})):  # the largest that fits, or the last, 1
             break
     return replace(request, remarks=[*([f"{choice}."] if choice else []), *_remarks(options, own, config, request)])
 
@@ -111,7 +96,7 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
     training = request.job.config.training
     rows = (
         (
-            is_auto(config),
+            shares.is_auto(config),
             "training.per_device_train_batch_size=auto: taken to be the largest that fits by this estimate, "
             f"{training.micro_batch_size}. A run tries real steps.",
         ),
@@ -147,8 +132,8 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
     gpus, problems = config.infra.num_gpus, list[str]()
     if gpus % nodes:
         return [f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"]
-    _attempt(problems, micro_batch_candidates if is_auto(config) else plan_lanes, config, gpus)
-    _attempt(problems, mesh_shape, config.infra, gpus, gpus // nodes)
+    _attempt(problems, shares.micro_batch_candidates if shares.is_auto(config) else shares.plan_lanes, config, gpus)
+    _attempt(problems, shares.mesh_shape, config.infra, gpus, gpus // nodes)
     return problems
 
 
@@ -157,7 +142,7 @@ def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
 
     A micro-batch size of `auto` counts as its first try. Raises ConfigError.
     """
-    config = with_assumed_batch_size(config, config.infra.num_gpus)
+    config = shares.with_assumed_batch_size(config, config.infra.num_gpus)
     return estimate(planned_job(config, run_sizes(config), nodes))
 
 
@@ -165,9 +150,9 @@ def planned_checkpointing(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu
     """Return `config` with a mode for `training.activation_checkpointing: auto`, and the choice in words ("": none)."""
     if config.training.activation_checkpointing != "auto":
         return config, ""
-    first = with_first_batch_size(config, config.infra.num_gpus)  # a micro-batch size of `auto` follows the mode
-    mode, choice = choose_recompute(_planned(first, sizes, nodes), gpu.usable_bytes)
-    return with_fields(config, {RECOMPUTATION: mode}), choice
+    first = shares.with_first_batch_size(config, config.infra.num_gpus)  # a micro-batch size of `auto` follows the mode
+    mode, choice = variants.choose_recompute(_planned(first, sizes, nodes), gpu.usable_bytes)
+    return variants.with_fields(config, {variants.RECOMPUTATION: mode}), choice
 
 
 def planned_job(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu = GPUS[DEFAULT_GPU]) -> Job:
