@@ -36,6 +36,7 @@ from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Exampl
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import workers
 from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.fingerprint import digest
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.loader import LaneLoader, collate, token_digest
 from ds_encdec.launch.preemption import STOP_SIGNALS
@@ -317,8 +318,8 @@ def test_an_id_that_the_tokenizer_does_not_have_reaches_no_model(
     folder = Path(path).parent / "evaluation"
     make_data(json_config(path), evaluation_cache=folder)
     (cached,) = folder.iterdir()
-    rows = json.loads(cached.read_text())
+    rows = json.loads(cached.read_text())["examples"]
     rows[3][side == "decoder_ids"][0] = wrong
-    cached.write_text(json.dumps(rows))
+    cached.write_text(json.dumps({"digest": digest(rows), "examples": rows}))
     with pytest.raises(DataError, match=rf"data.dataset_name: document a.jsonl:\d+ has the token id {wrong}, "):
         make_data(json_config(path), evaluation_cache=folder)
