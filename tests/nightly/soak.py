@@ -11,6 +11,7 @@ must not grow. Exit code 1: a check failed.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "launch")]
@@ -206,6 +208,11 @@ def differing(one: Path, other: Path) -> list[str]:
     ]
 
 
+def _first(found: list[Any], expected: list[Any]) -> str:
+    pairs = itertools.zip_longest(found, expected)
+    return next(f"{one} instead of {other}" for one, other in pairs if one != other)
+
+
 def _state(folder: Path) -> str:
     try:
         return str(json.loads((folder / "run.json").read_text())["state"])
@@ -238,7 +245,7 @@ def main() -> int:
             expected = losses(whole)
             growth = max(slope(of_one) for of_one in samples.values())
             same = "equal to the bit" if not different else f"{len(different)} differ, first {different[0]}"
-            lines = "" if found == expected else "; the lines of metrics differ"
+            lines = "" if found == expected else f"; the lines of metrics differ, first {_first(found, expected)}"
             faults = ", ".join(f"{count} {name}" for name, count in happened.most_common())
             row = (engine, f"{sum(happened.values())}: {faults}", steps, same + lines, f"{growth:.2f}")
             print(f"| {' | '.join(map(str, row))} |", flush=True)
