@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.base.arguments import COUNT, Arguments, Verb, flag, value
-from ds_encdec.base.terminal import interrupts_in_a_line, log_to_terminal, outlive_readers, print_error
+from ds_encdec.base.terminal import interrupts_in_a_line, log_to_terminal, outlive_readers, print_error, printable
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, Preempted
 from ds_encdec.config.command_line import container_arguments, is_container, read_program
 from ds_encdec.launch.host import no_gpu, wait_without_spinning
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             time.sleep(RANK_ZERO_SECONDS)  # launchers end all ranks as soon as one has left
             return error.exit_code
         if type(error) is DsEncDecError:  # an unforeseen one: show where it comes from
-            traceback.print_exc()
+            print(printable(traceback.format_exc()), file=sys.stderr)
         print_error(error)
         return error.exit_code
 
@@ -209,7 +209,7 @@ if __name__ == "__main__":
     try:
         code = run_rank(main)
     except Exception:
-        traceback.print_exc()
+        print(printable(traceback.format_exc()), file=sys.stderr)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

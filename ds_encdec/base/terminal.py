@@ -35,8 +35,11 @@ SECRET = (
 )
 # A URL's name with its password (of the web also a name alone, as tokens are written; a port is neither), and its
 # parameters; of an address without its beginning, as in errors of requests, those that are named like secrets.
-_URL_USER = re.compile(r"(?i)(?<=://)(?:[^@\s/]*:(?!\d*/)[^@\s]*|(?<=http://)[^@\s/]+|(?<=https://)[^@\s/]+)(?=@)")
-_URL_QUERY = re.compile(rf"(?i)(://[^\s?\"']*\?)[^\s\"'/=]*=[^\s\"']*|([?&;][\w.%-]*(?:{SECRET})[\w.%-]*=)[^&#;\s\"']+")
+_URL_USER = re.compile(
+    r"(?i)(?<=://)(?:[^@\s/]*:(?!\d*/)(?:(?!://)[^\s\"'])*|(?<=http://)[^@\s/]+|(?<=https://)[^@\s/]+)(?=@)"
+)
+_URL_SECRET = rf"([?&;][\w.%-]*(?:{SECRET})[\w.%-]*=)[^&#;\s\"']+"
+_URL_QUERY = re.compile(rf"(?i)(://[^\s?\"']*\?)[^\s\"'/=]*=[^\s\"']*|{_URL_SECRET}")
 # What a terminal obeys, or shows as other text: escape sequences, other controls than line ends and tabs, marks of the
 # direction of writing. Half of a surrogate pair, as in a name that is not UTF-8, could not be printed.
 _OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -70,6 +73,11 @@ def print_text(text: object, end: str = "\n", *, file: TextIO | None = None) -> 
 def without_url_secrets(text: str) -> str:
     """Return `text` with stars for the passwords, names beside them, and parameters in its URLs."""
     return _URL_QUERY.sub(lambda found: f"{found[1] or found[2]}***", _URL_USER.sub("***", text))
+
+
+def has_url_secret(text: str) -> bool:
+    """Return whether a URL in `text` has a password, a name beside one, or a parameter that is named like a secret."""
+    return bool(_URL_USER.search(text) or re.search(_URL_SECRET, text, re.IGNORECASE))
 
 
 @functools.cache

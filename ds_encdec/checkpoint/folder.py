@@ -186,7 +186,7 @@ class CheckpointFolder:
             if later > step:
                 self._abandon(path, f"Going back to step {step}")
         # Their names end with the moment of the rename, which sorts them, and then the step.
-        abandoned = sorted(self.path.glob("abandoned-*"), key=lambda path: path.name.split("-", 3)[3:])
+        abandoned = sorted(self.path.glob("abandoned-step-*"), key=lambda path: path.name.split("-", 3)[3:])
         for path in abandoned[: -self._keep] if self._keep else ():
             logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, path.name)
             delete(path)

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Get
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from ds_encdec.base.terminal import without_url_secrets
+from ds_encdec.base.terminal import has_url_secret, without_url_secrets
 
 
 class Mark(Enum):
@@ -41,11 +41,11 @@ def words(value: Any) -> Any:
 
 def _without_secrets(value: Any) -> Any:
     for text in (value,) if isinstance(value, str) else value or ():
-        if (shown := without_url_secrets(text)) != text:
+        if has_url_secret(text):
             raise ValueError(
-                f"{shown} holds a password or key, and a configuration is saved, logged and copied. Take it out of the "
-                "address, and set a variable of the environment: FSSPEC_FTP_PASSWORD, FSSPEC_S3_SECRET, HF_TOKEN "
-                "(docs/checkpoints.md)"
+                f"{without_url_secrets(text)} holds a password or key, and a configuration is saved, logged and "
+                "copied. Take it out of the address, and set a variable of the environment: FSSPEC_FTP_PASSWORD, "
+                "FSSPEC_S3_SECRET, HF_TOKEN (docs/checkpoints.md)"
             )
     return value
 

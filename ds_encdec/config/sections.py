@@ -246,9 +246,9 @@ class MonitorConfig(Section):
     """Answer to `replicas_differ`. `stop` saves nothing (exit code 11); `rollback` takes the newest checkpoint."""
     rollback_min_steps: int = Field(default=50, ge=1)
     """Least age in optimizer steps of a checkpoint to go back to: trouble begins before it shows. It does not
-    apply to a state that is not finite, since every saved one was finite."""
+    apply to `non_finite_state` and `replicas_differ`, since every saved state was judged."""
     max_rollbacks: int = Field(default=5, ge=1)
-    """Rollbacks of a run; one more alert stops it as diverged (exit code 7)."""
+    """Rollbacks of a run; one more alert stops it (exit code 7, or 11 for `replicas_differ`)."""
 
 
 class PhaseOverrides(Section):

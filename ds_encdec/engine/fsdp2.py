@@ -70,7 +70,7 @@ class FSDP2Engine(ShardedEngine):
         model = _build_model(config, model_config, mesh, context.device)
         self.model = self._engine = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._mesh, self._shard_group = mesh, mesh.get_group(mesh.ndim - 1)
+        self._mesh = mesh
         # By canonical name; tied parameters appear once. A gathered module shows other tensors; these stay the shards.
         self._parameters = {canonical_name(name): cast(DTensor, one) for name, one in model.named_parameters()}
         if weights is not None:
@@ -102,9 +102,10 @@ class FSDP2Engine(ShardedEngine):
         rate = learning_rate(self._applied_steps, self._training)
         gradients = [local_part(one.grad) for one in self._parameters.values() if one.grad is not None]
         squares = torch.nn.utils.get_total_norm(gradients).to(self.device).square()
-        if self._shard_group.size() > 1:
-            dist.all_reduce(squares, group=self._shard_group)
-        norm = squares.sqrt()  # equal on all ranks
+        if self._context.world.world_size > 1:  # replicas, too: another order of sums has another last bit
+            dist.all_reduce(squares)
+        replicas = self._mesh.size(0) if self._mesh.ndim > 1 else 1
+        norm = (squares / replicas).sqrt()  # equal on all ranks
         finite = bool(torch.isfinite(norm))  # the one device synchronisation of a step
         applied = finite and not (veto is not None and veto(norm))
         if applied:

@@ -5,20 +5,25 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+ROW_BYTES = 512
 PIECE_BYTES = 2**26  # bytes of a tensor that are copied at once, where 64-bit integers do not fit its place or length
 
 
 @torch.no_grad()
 def sum_of_bits(tensors: Iterable[Tensor]) -> int:
-    """Return the sum of the tensors' bytes, read as signed 64-bit integers and wrapped to one, in any order of the
-    tensors. Each place in memory counts once. No single flipped bit is missed: it moves the sum by a power of two below
-    2^64. Flips in several numbers may cancel each other, by a chance of one in 2^64 if they are independent. Reads each
-    byte once, mostly without a copy, and waits once for each device."""
+    """Return the sum of the tensors' bytes, read as 64-bit integers and wrapped to a signed one, each `ROW_BYTES` times
+    another odd number, so that rows in another order have another sum. Each place in memory counts once. No single
+    flipped bit is missed: it moves the sum by an odd number times a power of two below 2^64. Flips of the same bit in
+    one row may cancel each other. Reads each byte once, mostly without a copy, and waits once for each device."""
     sums: dict[torch.device, list[Tensor]] = {}
+    odd = 1
     for tensor in {(one.device, one.data_ptr(), one.nbytes): one for one in tensors}.values():
         for piece in tensor.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
-            if piece.storage_offset() % 8 or len(piece) % 8:
-                piece = torch.nn.functional.pad(piece, (0, -len(piece) % 8))
-            sums.setdefault(tensor.device, []).append(piece.view(torch.int64).sum())
+            if piece.storage_offset() % 8 or len(piece) % ROW_BYTES:
+                piece = torch.nn.functional.pad(piece, (0, -len(piece) % ROW_BYTES))
+            rows = piece.view(torch.int64).view(-1, ROW_BYTES // 8).sum(1)
+            odds = torch.arange(odd, odd + 2 * len(rows), 2, device=rows.device)
+            odd += 2 * len(rows)
+            sums.setdefault(tensor.device, []).append((rows * odds).sum())
     total = sum(int(torch.stack(of_device).sum()) for of_device in sums.values())
     return (total + 2**63) % 2**64 - 2**63

@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch

@@ -129,6 +129,7 @@ class RunFolder:
         """Replace `run.json`, but keep its earlier facts; any rank may call this. Raises OSError. Once this start of
         the run has ended, `failed` is ignored: the first reason explains, and a rank that goes after a good end has not
         failed. On a full disk an ending is written over the old text in place."""
+        reason = without_url_secrets(reason)
         with open(self.root / ".run.json.lock", "a") as lock:
             with suppress(ConfigError):  # a host that cannot lock writes without
                 lock_file(lock, wait=True)
@@ -141,7 +142,7 @@ class RunFolder:
                 **previous,
                 **facts,
                 "state": state,
-                "reason": without_url_secrets(reason),
+                "reason": reason,
                 "exit_code": exit_code,
                 "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }

@@ -3,8 +3,8 @@
 Under `torchrun --max-restarts` a rank starts a standby after its first step: a process in a session of its own, which
 imports what the rank has imported and waits at an abstract socket. The rank of the next start sends its arguments,
 environment, folder and streams there. From then on the standby is that rank; the process that torchrun knows, its
-shell, passes signals on and ends with the same code. A standby ends with its torchrun. It is a new process and no
-fork of the rank, which holds a GPU and locks."""
+shell, passes signals on and ends with the code that the standby returns, or 9. A standby ends with its torchrun. It
+is a new process and no fork of the rank, which holds a GPU and locks."""
 
 import importlib
 import json
@@ -53,16 +53,15 @@ def keep_standby(script: str, has_stepped: Callable[[], bool]) -> None:
     def start() -> None:
         while not has_stepped():
             time.sleep(_POLL_SECONDS)
-        modules = [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]
+        modules = [name for name in list(sys.modules) if name.partition(".")[0] in _PACKAGES]
         environment = {name: value for name, value in os.environ.items() if name != SHELL}
         with suppress(OSError):
             standby = subprocess.Popen(
-                [sys.executable, script],
+                ["setsid", "--fork", sys.executable, script],  # no child of the rank, which may kill its own
                 env=environment | {_STANDS_BY: "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
                 text=True,
             )
             assert standby.stdin is not None
@@ -84,10 +83,11 @@ def _address() -> str:
     return f"\0ds_encdec-standby-{agent.pid}-{agent.create_time():.2f}-{os.environ['LOCAL_RANK']}"
 
 
-def _is_own(connection: socket.socket) -> bool:
-    """Return whether the other end is this user's: it gets a command line and an environment, or gives them."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user == os.getuid()
+def _own_peer(connection: socket.socket) -> int:
+    """Return the number of the process at the other end, which gets a command line and an environment, or gives them.
+    It is 0 if that is another user's or in another container, which may share this one's abstract sockets."""
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid if user == os.getuid() else 0
 
 
 def _stand_by() -> socket.socket:
@@ -105,16 +105,19 @@ def _stand_by() -> socket.socket:
         server.listen()
         server.settimeout(_POLL_SECONDS)
         while True:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError, psutil.Error):
                 shell, _ = server.accept()
-                if _is_own(shell):
+                if (pid := _own_peer(shell)) and psutil.Process(pid).ppid() == torchrun.pid:
                     break
             if not is_alive(torchrun):
                 os._exit(0)
-    shell.settimeout(None)
+    shell.settimeout(60.0)
     text, streams, _, _ = socket.recv_fds(shell, 2**16, 3)
     while not text.endswith(b"\n"):
-        text += shell.recv(2**16)
+        if not (part := shell.recv(2**16)):
+            os._exit(0)
+        text += part
+    shell.settimeout(None)
     rank = json.loads(text)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -138,16 +141,23 @@ def _pass_on() -> int | None:
     shell = socket.socket(socket.AF_UNIX)
     try:
         shell.connect(_address())
-        if not _is_own(shell):
+        if not _own_peer(shell):
             return None
         rank: dict[str, Any] = {"arguments": sys.argv, "folder": os.getcwd()}
         rank["environment"] = dict(os.environ) | {SHELL: str(os.getpid())}
         # Flushed by nobody else: this process has written nothing.
         socket.send_fds(shell, [json.dumps(rank).encode() + b"\n"], [0, 1, 2])
-        with shell.makefile() as replies:
-            standby = int(replies.readline())
-            for number in (*STOP_SIGNALS, signal.SIGUSR2):
-                signal.signal(number, lambda number, _: os.kill(standby, number))
-            return int(replies.read() or LostRankError.exit_code)
+        replies = shell.makefile()
+        standby = int(replies.readline())
     except (OSError, ValueError):
         return None
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(standby, number)
+
+    for number in (*STOP_SIGNALS, signal.SIGUSR2):
+        signal.signal(number, pass_on)
+    with suppress(OSError, ValueError):
+        return int(replies.read())
+    return LostRankError.exit_code

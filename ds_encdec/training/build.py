@@ -13,6 +13,7 @@ from typing import Any
 from ds_encdec.base.foreign_places import outside_tested_ranges
 from ds_encdec.base.plugins import load_plugin
 from ds_encdec.base.quantities import count
+from ds_encdec.base.terminal import without_url_secrets
 from ds_encdec.base.types import Callback, ConfigError, HangError, LostRankError, Preempted, TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
@@ -205,7 +206,7 @@ def _train_and_close(
             )
     except BaseException as error:
         named = named_error(error, trainer.collectives.rank, peers)
-        exit_code, reason = named.exit_code, str(named)
+        exit_code, reason = named.exit_code, without_url_secrets(str(named))
         if isinstance(named, LostRankError):  # `named_error` has looked for the lost rank
             raise named from error
         raise

@@ -16,7 +16,7 @@ _OF_OTHERS = 2**63 - 1  # in the places of other groups: never lower than theirs
 def due_digest(run: Trainer) -> ReplicaDigest | None:
     """Return the digest of the current state before this process's first step, and each `replica_check_steps`."""
     every = run.config.infra.replica_check_steps
-    is_due = every and (not run.has_stepped or run.state.data_step % every == 0)
+    is_due = every and (run.replicas_equal_at is None or run.state.data_step % every == 0)
     return run.engine.replica_digest() if is_due else None
 
 
@@ -78,7 +78,7 @@ def who_differs(digests: Sequence[ReplicaDigest], hosts: Sequence[str]) -> tuple
         words.append(f"{ranks_in_words(known, places)} {verb} from the others in weights or optimizer states")
     if unsure:
         words.append(
-            f"{ranks_in_words(unsure, places)} differ in weights or optimizer states, and one of them is wrong"
+            f"{ranks_in_words(unsure, places)} differ in weights or optimizer states, and at least one of them is wrong"
         )
     return known + unsure, "; ".join(words)
 
@@ -86,6 +86,6 @@ def who_differs(digests: Sequence[ReplicaDigest], hosts: Sequence[str]) -> tuple
 def replicas_error(alert: Alert, why: str) -> ReplicasDifferError:
     """Return the error of a run that does not go on after `alert`."""
     return ReplicasDifferError(
-        f"replicas_differ: {alert['message']} ({why}). Nothing was saved since: leave such a host out, and go on with "
-        "`--resume auto`."
+        f"replicas_differ: {alert['message']} ({why}). Checkpoints are untouched: leave such a host out, and go on "
+        "with `--resume auto`."
     )

@@ -143,10 +143,12 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
 
 def _compare_lines(run: Run, recorder: Recorder) -> None:
     """Log how many lines metrics.jsonl lacks of those before the run's own checkpoint, and count on from its lines."""
+    if not run.context.world.is_main:
+        return
     expected, lines = recorder.logged, read_step_lines(run.folder.metrics).lines
     recorder.logged = sum("train/tokens_seen" in line for line in lines)
     is_own = run.checkpoint is not None and run.checkpoint.path.parent == run.folder.checkpoints.resolve()
-    if is_own and (missing := expected - recorder.logged) > 0 and run.context.world.is_main:
+    if is_own and (missing := expected - recorder.logged) > 0:
         told = "%s has no line for %d of the %d logging steps before the checkpoint: it was cut or deleted."
         logger.warning(told, run.folder.metrics, missing, expected)
 

@@ -44,7 +44,7 @@ def test_a_rank_that_differs_is_named_and_the_run_ends(
     ended = runs.run(arguments(tmp_path, engine, **settings), ranks=ranks, faults=faults).ended_with(11)
     who = "rank 1 (machine 1) differs from the others" if ranks > 2 else "ranks 0 (machine 0), 1 (machine 1) differ"
     assert f"replicas_differ: step 5: {who} in weights or optimizer states" in ended.output
-    assert "at step 4 all were equal (monitor.on_replicas_differ=stop). Nothing was saved since" in ended.output
+    assert "at step 4 all were equal (monitor.on_replicas_differ=stop). Checkpoints are untouched" in ended.output
     assert [*committed_steps(tmp_path / "checkpoints")] == [4]
     assert (status(tmp_path)["exit_code"], status(tmp_path)["state"]) == (11, "failed")
     (alert,) = differences(tmp_path)
