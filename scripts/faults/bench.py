@@ -81,6 +81,9 @@ class Bench:
             self.server().run(arguments(folder, engine, **SETTINGS | settings), ranks=2, faults=never).ended_with(0)
         return self._undisturbed[key]
 
+    def was_undisturbed(self, folder: Path, engine: str, **settings: Any) -> None:
+        self._undisturbed[json.dumps([engine, (), settings])] = folder
+
 
 class Fault(Protocol):
     """What a row does."""
@@ -200,12 +203,15 @@ class Kills:
 
     def _seconds(self, bench: Bench, engine: str, settings: Mapping[str, Any]) -> float:
         """Return how long it takes without a kill."""
-        command, runs = arguments(bench.new_folder(), engine, **SETTINGS | settings), bench.server()
+        folder, runs = bench.new_folder(), bench.server()
+        command = arguments(folder, engine, **SETTINGS | settings)
         timed = [*map(dict, self.rest.faults), self._fault(0, (0.0, 0.0))]
         if self.rest.before:
             runs.run(command, ranks=2, faults=[dict(one) for one in self.rest.before])
             command += ["--resume", "auto"]
         took = re.findall(r"^it took (\S+) s$", runs.run(command, ranks=2, faults=timed).ended_with(0).output, re.M)
+        if not (self.rest.faults or self.rest.before):
+            bench.was_undisturbed(folder, engine, **settings)
         return max(map(float, took))
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def page(lines: dict[str, str]) -> str:
     return head + MARK + "".join(f"\n## {group}\n\n{HEAD}" + "\n".join(rows) + "\n" for group, rows in named)
 
 
+@cache
 def _commit() -> str:
     words = ["git", "rev-parse", "--short=8", "HEAD"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
@@ -62,6 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
     # One of each group after the other, so that whatever the time every kind of fault is met.
     names = [name for name in chain.from_iterable(zip_longest(*GROUPS.values())) if name and ROWS[name].seconds]
     names = options.row or (names if few else [*ROWS])
+    print(f"commit {_commit()}", file=sys.stderr)
     began, results, lines = time.monotonic(), dict[str, Result](), dict[str, str]()
     with Bench(few=few) as bench:
         for name in names:
@@ -75,10 +78,11 @@ def main(words: Sequence[str] | None = None) -> int:
                 results[name] = ROWS[name].run(bench)
             except Exception:
                 results[name] = Result(problems=(traceback.format_exc(),))
-            print(
-                f"{name}: {time.monotonic() - at:.0f} s", *results[name].problems, sep="\n", file=sys.stderr, flush=True
-            )
-    lines = {name: shown(name, result) for name, result in results.items()}
+            lines[name] = shown(name, results[name])
+            took = f"{name}: {time.monotonic() - at:.0f} s"
+            print(took, *results[name].problems, sep="\n", file=sys.stderr, flush=True)
+            if options.write:
+                PAGE.write_text(page({name: lines[name]}))
     print(HEAD + "\n".join(lines.values()))
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     print(f"\n{time.strftime('%Y-%m-%d')}, commit {_commit()}, {os.cpu_count()} × {model[1] if model else 'CPU'}")

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 from pathlib import Path
 
-from bench import ENGINES, Bench, ForkedRuns, Result, arguments
+from bench import ENGINES, Bench, ForkedRuns, Result, arguments, collected
 from disk_record import Operation, read_operations, tracer
 from disk_states import Disk
 
@@ -59,7 +59,6 @@ KINDS: dict[str, Callable[[Operation], bool]] = {
     "export": _matches(r"/export/[^/]*\.tmp"),
 }
 OUTSIDE_WINDOW = ("status", "export")
-_records: "dict[str, Record]" = {}  # by engine
 
 
 @dataclass
@@ -157,12 +156,12 @@ def replay(recorded: Record, *, window: bool = False, without: str | None = None
 
 def one_save(bench: Bench) -> Result:
     """Replay the power losses of one save under FSDP2."""
-    return _judged({"fsdp": lambda: replay(_recorded(bench, "fsdp"), window=True)})
+    return _judged(bench, "fsdp", window=True)
 
 
 def whole_runs(bench: Bench) -> Result:
     """Replay the power losses of a run of each engine."""
-    return _judged({engine: partial(lambda name: replay(_recorded(bench, name)), engine) for engine in ENGINES})
+    return collected([_judged(bench, engine) for engine in ENGINES])
 
 
 def flushes_left_out(bench: Bench) -> Result:
@@ -171,25 +170,28 @@ def flushes_left_out(bench: Bench) -> Result:
     if why := lacking():
         return Result(skipped=why)
     for kind in KINDS:
-        window, recorded = kind not in OUTSIDE_WINDOW, _recorded(bench, "fsdp")
-        usual, without = (replay(recorded, window=window, without=left_out) for left_out in (None, kind))
+        window = kind not in OUTSIDE_WINDOW
+        usual, without = (_replayed(bench, "fsdp", window, left_out) for left_out in (None, kind))
         if not without.problems.keys() - usual.problems.keys():
             missed.append(f"nothing is seen without the flush of {kind}")
     return Result(len(KINDS), problems=tuple(missed))
 
 
-def _judged(replays: Mapping[str, Callable[[], Verdict]]) -> Result:
+def _judged(bench: Bench, engine: str, *, window: bool = False) -> Result:
     if why := lacking():
         return Result(skipped=why)
-    verdicts = {engine: judge() for engine, judge in replays.items()}
-    problems = tuple(f"{engine}: {verdict}" for engine, verdict in verdicts.items() if verdict.problems)
-    return Result(sum(verdict.states for verdict in verdicts.values()), problems=problems)
+    verdict = _replayed(bench, engine, window, None)
+    return Result(verdict.states, problems=(f"{engine}: {verdict}",) if verdict.problems else ())
 
 
+@cache
+def _replayed(bench: Bench, engine: str, window: bool, without: str | None) -> Verdict:
+    return replay(_recorded(bench, engine), window=window, without=without)
+
+
+@cache
 def _recorded(bench: Bench, engine: str) -> Record:
-    if engine not in _records:
-        _records[engine] = record(engine, bench.new_folder())
-    return _records[engine]
+    return record(engine, bench.new_folder())
 
 
 def _problems(root: Path, step: int, announced: frozenset[str], exports: dict[str, dict[str, bytes]]) -> Iterator[str]:

@@ -66,31 +66,32 @@ GROUPS: dict[str, dict[str, Row]] = {
     "Signals and kills": {
         "killed-rank": Row(
             "SIGKILL of one rank in a step: exit code 9 and its name; equal",
-            Disturbed(met("killed_rank", at=6, on_rank=1), (9, -9), "is gone without a word", AT_ONCE), 25,
+            Disturbed(met("killed_rank", at=6, on_rank=1), (9, -9), "is gone without a word", AT_ONCE), 35,
         ),
         "kills-in-saves": Row(
             "SIGKILL of both ranks at random moments of saves, in the background and at once: equal",
             Kills(80, "ds_encdec.checkpoint.manager:CheckpointManager.save", COMMIT, (BACKGROUND, AT_ONCE), 2, few=4),
+            60,
         ),
         "kills-in-rollbacks": Row(
             "SIGKILL of both ranks at random moments of a rollback: equal to a run without that data, or in which it "
             "was good",
             Kills(40, "ds_encdec.training.saving:go_back", COMMIT, (ROLLBACK,), rest=Disturbed(met("bad_data", at=15,
-                until=15), without=(13, 14, 15), if_rolled_back=True)),
+                until=15), without=(13, 14, 15), if_rolled_back=True)), 50,
         ),
         "kills-in-loads": Row(
             "SIGKILL of both ranks at random moments of a resume, up to its first step: equal",
             Kills(40, "", "ds_encdec.data.loader:LaneLoader.__next__", (AT_ONCE,),
-                rest=Disturbed(before=met("killed_rank", at=6, on_rank=1))),
+                rest=Disturbed(before=met("killed_rank", at=6, on_rank=1))), 45,
         ),
         "kills-in-exports": Row(
             "SIGKILL of both ranks at random moments of export and average: equal, exports too",
             Kills(40, "ds_encdec.training.build:export_at_end", "ds_encdec.training.build:average_last_checkpoints",
-                (EXPORT,)),
+                (EXPORT,)), 45,
         ),
         "signals": Row(
             "SIGTERM, SIGINT, SIGHUP and SIGUSR1 to every process: saved, exit code 75; equal",
-            Disturbed(met("signal_all", signals=SIGNALS, at=6), (75,)),
+            Disturbed(met("signal_all", signals=SIGNALS, at=6), (75,)), 25,
         ),
         "bug-on-a-rank": Row(
             "an exception on one rank: exit code 1 on all, with its words; equal",
@@ -129,12 +130,11 @@ GROUPS: dict[str, dict[str, Row]] = {
         "full-disk": Row(
             "the disk is full behind the first checkpoint: exit code 5; with space equal",
             Disturbed(met("full_disk", after_commits=1, path="RUN/../ballast"), (5,), "Free space", AT_ONCE,
-                disk="size=32m"),
-            25,
+                disk="size=32m"), 30,
         ),
         "eio-commit": Row(
             "EIO where the folder is flushed behind the second commit: not saved, nothing is pruned, equal",
-            flush_refused(r"/checkpoints$", 3, AT_ONCE | {"training__save_total_limit": 1}),
+            flush_refused(r"/checkpoints$", 3, AT_ONCE | {"training__save_total_limit": 1}), 20,
         ),
         "no-inodes": Row(
             "the disk takes no more files behind the first checkpoint: exit code 5; elsewhere equal",
@@ -142,11 +142,11 @@ GROUPS: dict[str, dict[str, Row]] = {
         ),
         "eio-manifest": Row(
             "EIO where the second manifest is flushed: that save fails with a name, equal",
-            flush_refused(r"\.manifest\.json", 2),
+            flush_refused(r"\.manifest\.json", 2), 15,
         ),
         "eio-shard": Row(
             "EIO where a shard is flushed: that save fails with a name, equal",
-            flush_refused(r"step-0+8\.tmp/\w+/.*\d", 1),
+            flush_refused(r"step-0+8\.tmp/\w+/.*\d", 1), 15,
         ),
         "read-only-disk": Row(
             "the disk becomes read-only behind the first checkpoint: exit code 5; elsewhere equal",
@@ -170,7 +170,7 @@ GROUPS: dict[str, dict[str, Row]] = {
     "Memory and limits": {
         "few-descriptors": Row(
             "64 descriptors a process: equal",
-            Disturbed(limits={"RLIMIT_NOFILE": 64}),
+            Disturbed(limits={"RLIMIT_NOFILE": 64}), 20,
         ),
         "no-shared-memory": Row(
             "/dev/shm has 4 KB: equal",
@@ -184,12 +184,12 @@ GROUPS: dict[str, dict[str, Row]] = {
     "Numbers": {
         "nan-loss": Row(
             "loss and gradients of one rank are NaN in a step: skipped on all; equal to a run without its data",
-            Disturbed(met("nan_loss", at=6, on_rank=1), without=(6,)), 25,
+            Disturbed(met("nan_loss", at=6, on_rank=1), without=(6,)), 20,
         ),
         "nan-moment": Row(
             "NaN in a moment of one rank before a save: not saved, exit code 7; equal",
             Disturbed(met("damaged_state", tensor="exp_avg", value=float("nan"), on_rank=1, after=7), (7,),
-                "steps in a row were skipped", AT_ONCE | {"training__max_consecutive_skipped_steps": 3}),
+                "steps in a row were skipped", AT_ONCE | {"training__max_consecutive_skipped_steps": 3}), 25,
         ),
         "skips-and-rollbacks": suite(
             "losses and gradients that are infinite, explode or jump: skipped or rolled back, and equal to a run "
@@ -232,7 +232,7 @@ GROUPS: dict[str, dict[str, Row]] = {
     "Clocks and races": {
         "clock-ahead": Row(
             "the clock of one rank jumps two hours ahead: equal",
-            Disturbed(met("wrong_clock", at=6, on_rank=1, seconds=7200.0)),
+            Disturbed(met("wrong_clock", at=6, on_rank=1, seconds=7200.0)), 15,
         ),
         "clock-behind": Row(
             "the clock of rank 0 jumps an hour back: equal",
