@@ -148,11 +148,6 @@ GROUPS: dict[str, dict[str, Row]] = {
             "EIO where a shard is flushed: that save fails with a name, equal",
             flush_refused(r"step-0+8\.tmp/\w+/.*\d", 1), 15,
         ),
-        "read-only-disk": Row(
-            "the disk becomes read-only behind the first checkpoint: exit code 5; elsewhere equal",
-            Disturbed(met("read_only_disk", after_commits=1, path="RUN/.."), (5,), "Read-only", AT_ONCE,
-                disk="size=32m"),
-        ),
         "slow-flushes": Row(
             "every flush takes 0.2 s, at a hang limit of 6 s: no false alarm, equal",
             Disturbed(met("slow_flushes", seconds=0.2), settings={"infra__hang_timeout_minutes": 0.1}),

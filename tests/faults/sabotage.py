@@ -292,11 +292,6 @@ def no_inodes(rank: int, *, after_commits: int, path: str) -> None:
     _behind_commit(after_commits, fill)
 
 
-def read_only_disk(rank: int, *, after_commits: int, path: str) -> None:
-    """Once the run has committed so many checkpoints its disk, mounted at `path`, is read-only."""
-    _behind_commit(after_commits, lambda: subprocess.run(["mount", "-o", "remount,ro", path], check=True))
-
-
 def stop_file(rank: int, *, after_commits: int, path: str) -> None:
     """The file that asks a run to stop appears while its checkpoint number `after_commits` is committed."""
     _behind_commit(after_commits, Path(path).touch)
