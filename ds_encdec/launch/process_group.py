@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
