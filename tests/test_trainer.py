@@ -264,7 +264,6 @@ def test_a_checkpoint_has_the_data_behind_its_step_however_far_the_loader_has_re
         assert lane["batches"] == step
 
 
-@pytest.mark.parametrize("async_save", [True, False])
 class SkippingEngine(ScriptedEngine):
     """Does not apply the data steps `skipped`."""
 
@@ -300,6 +299,7 @@ def test_a_folder_that_is_deleted_ends_the_run_at_its_next_line_of_metrics(
     assert engine.step_number == 4
 
 
+@pytest.mark.parametrize("async_save", [True, False])
 def test_a_save_that_fails_is_not_believed_and_the_next_one_is(
     tmp_path: Path, eval_losses: list[float], caplog: pytest.LogCaptureFixture, async_save: bool
 ) -> None:

@@ -25,7 +25,6 @@ import psutil
 
 from ds_encdec.base.terminal import SECRET, without_url_secrets
 from ds_encdec.base.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
-from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.launch.disk import NO_SPACE, cpu_line, flush_folder, installed_versions, make_folder, write_atomically
 from ds_encdec.launch.preemption import BY_FILE
 from ds_encdec.launch.world import World
@@ -160,8 +159,8 @@ class RunFolder:
     def read_status(self) -> dict[str, Any]:
         """Return the content of `run.json`, or {} if there is none that a run has written."""
         kinds = {"state": str, "reason": str, "exit_code": int | None}
-        with suppress(OSError, ValueError):
-            status = read_json(self.run_json)
+        with suppress(OSError, ValueError, RecursionError):
+            status = json.loads(self.run_json.read_text())  # `read_json` takes more memory than a full one has left
             if isinstance(status, dict) and all(isinstance(status.get(name), kind) for name, kind in kinds.items()):
                 return status
         return {}

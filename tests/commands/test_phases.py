@@ -174,7 +174,8 @@ def test_the_tables(capsys: pytest.CaptureFixture[str], golden: Callable[[object
 def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     phase = plan(SANITY, f"infra.output_dir={tmp_path}", max_steps=40)
     finish_run(phase, [8.0, 7.0, 6.0])  # at 100, 200 and 300 tokens/s
-    (phase.folder / "run.json").write_text('{"world_size": 2, "device": "cpu"}')
+    status = {"state": "completed", "reason": "", "exit_code": 0, "world_size": 2, "device": "cpu"}
+    (phase.folder / "run.json").write_text(json.dumps(status))
     assert main(["phases", "--dry-run", "--json", "--measured", str(phase.folder)]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["tokens_per_second"] == 200
