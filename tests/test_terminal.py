@@ -13,6 +13,7 @@ import pytest
 
 from ds_encdec.base.terminal import (
     TerminalHandler,
+    has_url_secret,
     is_quiet,
     log_to_terminal,
     print_error,
@@ -34,6 +35,22 @@ def as_before() -> Iterator[None]:
     root.handlers[:] = [one for one in root.handlers if not isinstance(one, TerminalHandler)]
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("address", "holds"),
+    [
+        ("https://host/x.parquet?download=true", False),
+        ("s3://bucket/x?versionId=1", False),
+        ("zip://*.json::hf://datasets/x@rev/f.zip", False),
+        ("http://host:8080/a@b", False),
+        ("ftp://user:pass@host/x", True),
+        ("https://token@host/x", True),
+        ("https://host/x?X-Amz-Signature=ab", True),
+    ],
+)
+def test_an_address_is_refused_for_its_secrets_alone(address: str, holds: bool) -> None:
+    assert has_url_secret(address) == holds
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -101,6 +101,15 @@ def test_smoothing_and_z_loss_equal_their_definitions(dtype: torch.dtype, extras
     assert torch.equal(token_losses, ours(dtype)[1])
 
 
+def test_float16_gradients_are_finite_on_cpus_that_round_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scaled gradient's product with the weight does not fit in float16."""
+    monkeypatch.setattr(precision, "_EMULATED_ON_CPU", frozenset())
+    found, _ = ours(torch.float16)
+    assert all(value.isfinite().all() for value in found)
+    for value, expected in zip(found, exact(torch.float16, optimized), strict=True):
+        assert relative_error(value, expected) < 1e-3
+
+
 @pytest.mark.parametrize("emulated", [True, False])
 def test_bfloat16_is_no_further_from_exact_than_the_plain_form(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "_EMULATED_ON_CPU", frozenset({torch.bfloat16} if emulated else ()))
