@@ -1,4 +1,4 @@
-"""What the matrix's rows are made of: runs of real ranks that meet a fault and go on, held against undisturbed ones."""
+"""Runs real ranks that meet a fault and go on, and compares them with undisturbed runs: the parts of the rows."""
 
 import hashlib
 import importlib
@@ -31,7 +31,7 @@ Faults = Sequence[Mapping[str, Any]]  # of tests/faults/sabotage.py
 
 @dataclass(frozen=True)
 class Result:
-    """What a row has shown. `times`: how often its fault was met. `lost`: the steps that were trained again, at most.
+    """The outcome of a row. `times`: how often its fault was met. `lost`: the steps that were trained again, at most.
     `problems`: empty if it held. `skipped`: why it cannot be tried here."""
 
     times: int = 0
@@ -86,7 +86,7 @@ class Bench:
 
 
 class Fault(Protocol):
-    """What a row does."""
+    """Runs a row's fault."""
 
     def __call__(self, bench: Bench) -> Result: ...
 

@@ -1,4 +1,4 @@
-"""What a disk may hold after a power loss, of the file operations that a run has made until then.
+"""Lists the disks that a power loss may leave of the file operations that a run has made until then.
 
 A file's content is sure once the file was flushed, and a folder's names once the folder was. Of what was written since,
 the content of files is all there, lost, or of the right size and zeros; of the names that were made, moved and removed
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Of a folder's names, in their order: `removed` goes, and `added` is `node`."""
+    """A change of a folder's names: `removed` goes, and `added` is `node`."""
 
     number: int
     removed: bytes | None
