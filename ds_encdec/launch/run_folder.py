@@ -24,7 +24,14 @@ from typing import IO, Any
 import psutil
 
 from ds_encdec.base.terminal import SECRET, without_url_secrets
-from ds_encdec.base.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
+from ds_encdec.base.types import (
+    CheckpointError,
+    ConfigError,
+    HangError,
+    LostRankError,
+    OutputLockedError,
+    Preempted,
+)
 from ds_encdec.launch.disk import NO_SPACE, cpu_line, flush_folder, installed_versions, make_folder, write_atomically
 from ds_encdec.launch.preemption import BY_FILE
 from ds_encdec.launch.world import World
@@ -63,7 +70,8 @@ class RunFolder:
     def claim(self, *, resume: bool) -> dict[str, Any]:
         """Take the folder for this process (rank 0 only), and return `earlier`; a failure changes nothing in it. Raises
         OutputLockedError if another live process has it, or without `resume` if a run is in it; ConfigError if it
-        cannot be written; Preempted if torchrun restarts ranks that `ds-encdec stop` has ended."""
+        cannot be written; Preempted if torchrun restarts ranks that `ds-encdec stop` has ended, or if that verb was
+        used when the run had just been lost, and another start was to follow."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
             raise Preempted(f"{BY_FILE} has ended this run, so torchrun's --max-restarts does not start it again")
         self._lock = take_folder(self.root, "infra.output_dir")
@@ -79,10 +87,17 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"infra.output_dir: {self.checkpoints}: {error.strerror}; use another folder.") from error
         with suppress(OSError):
-            self.stop_file.unlink(missing_ok=True)  # it was meant for an earlier start
+            status = self.read_status()
+            is_stopped = resume and self.stop_file.exists() and self._may_start_by_itself(status)
+            self.stop_file.unlink(missing_ok=True)
             if not resume:
                 self.run_json.unlink(missing_ok=True)
-            elif self.read_status().get("state") == "running":
+            elif is_stopped:
+                why = f"{BY_FILE} was used before this start, so it ends, too; the next one goes on"
+                self.write_status("preempted", reason=why, exit_code=Preempted.exit_code)
+                self.release()
+                raise Preempted(f"{self.root}: {why}.")
+            elif status.get("state") == "running":
                 self.write_status(
                     "failed",
                     reason="ended without a word: killed, or its machine went down",
@@ -171,16 +186,22 @@ class RunFolder:
         status = self.read_status()
         if not status:
             raise ConfigError(f"{self.root} is not a run's folder: it has no run.json")
-        if status["state"] != "running":
-            return (
-                f"{self.root}: nothing to stop, the run has ended: {status['state']}, "
-                f"exit code {status.get('exit_code')}"
-            )
+        has_ended = f"the run has ended: {status['state']}, exit code {status['exit_code']}"
+        if not self._may_start_by_itself(status):
+            return f"{self.root}: nothing to stop, {has_ended}"
         try:
             self.stop_file.touch()
         except OSError as error:
             raise ConfigError(f"{self.stop_file} cannot be written ({error.strerror})") from error
+        if status["state"] != "running":
+            return f"{self.root}: {has_ended}; if it is started again, that start ends at once"
         return f"{self.root}: the run saves after its step, and ends with exit code 75"
+
+    @staticmethod
+    def _may_start_by_itself(status: dict[str, Any]) -> bool:
+        """Return whether the run goes on, or a supervisor or queue starts it again (scripts/supervise.sh)."""
+        ended_by = status.get("exit_code") in (Preempted.exit_code, HangError.exit_code, LostRankError.exit_code)
+        return status.get("state") == "running" or (ended_by and BY_FILE not in status["reason"])
 
     def is_used(self) -> bool:
         """Return whether a run has left something to lose; one that failed before its first step has not."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from disk_calls import Call, recorded
 
-from ds_encdec.base.types import CheckpointError, ConfigError, OutputLockedError
+from ds_encdec.base.types import CheckpointError, ConfigError, OutputLockedError, Preempted
 from ds_encdec.launch import run_folder
 from ds_encdec.launch.disk import atomic_file, cached, disk_error, write_atomically
 from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, masked
@@ -79,6 +79,29 @@ def test_a_good_end_is_kept_until_the_next_start(folder: RunFolder) -> None:
     folder.run_json.unlink()
     folder.write_status("failed", reason="after somebody deleted it", exit_code=5)
     assert folder.read_status()["exit_code"] == 5
+
+
+@pytest.mark.parametrize(("state", "exit_code"), [("running", None), ("failed", 9), ("preempted", 75)])
+def test_a_stop_between_two_starts_ends_the_second(folder: RunFolder, state: str, exit_code: int | None) -> None:
+    folder.write_status(state, exit_code=exit_code)
+    folder.release()
+    assert "nothing to stop" not in folder.ask_to_stop()
+    with pytest.raises(Preempted, match="ds-encdec stop was used before this start"):
+        again(folder).claim(resume=True)
+    status = folder.read_status()
+    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    assert "nothing to stop" in folder.ask_to_stop()
+    assert "ds-encdec stop" in again(folder).claim(resume=True)["reason"]
+
+
+@pytest.mark.parametrize(("state", "exit_code"), [("completed", 0), ("failed", 4)])
+def test_a_stop_that_came_too_late_does_not_end_the_next_start(folder: RunFolder, state: str, exit_code: int) -> None:
+    folder.write_status("running")
+    folder.ask_to_stop()
+    folder.write_status(state, exit_code=exit_code)
+    folder.release()
+    again(folder).claim(resume=True)
+    assert not folder.stop_file.exists()
 
 
 def test_a_file_system_without_locks_is_not_taken_for_a_held_one(
