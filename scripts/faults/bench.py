@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Protocol, Self
+from tempfile import mkdtemp
+from typing import Any, Protocol
 
 os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read by what the rows import
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,19 +23,18 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / room) for room in ("launch", "
 
 from forked_runs import ENGINES, ForkedRuns, arguments, status  # noqa: E402
 
-SETTINGS = {"training__num_train_steps": 12, "training__save_steps": 4, "training__logging_steps": 1}
-NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c")
+SETTINGS: dict[str, Any] = {"training__num_train_steps": 12, "training__save_steps": 4, "training__logging_steps": 1}
 LATEST_KILL = 1.2  # the latest moment, in lengths of what is to be hit
 Faults = Sequence[Mapping[str, Any]]  # of tests/faults/sabotage.py
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a row. `times`: how often its fault was met. `lost`: the steps that were trained again, at most.
-    `problems`: empty if it held. `skipped`: why it cannot be tried here."""
+    """The outcome of a row. `times`: how often its fault was met. `lost`: the most steps that were trained again, where
+    that was counted. `problems`: empty if it held. `skipped`: why it cannot be tried here."""
 
     times: int = 0
-    lost: int = 0
+    lost: int | None = None
     problems: tuple[str, ...] = ()
     skipped: str = ""
 
@@ -45,35 +44,38 @@ class Unavailable(Exception):
 
 
 class Bench:
-    """Servers of forked runs, a folder for what they write, and the undisturbed runs, each made once. `few`: of what
-    can be repeated a row does little."""
+    """Servers of forked runs, a folder for what they write, and the undisturbed runs, each made once. With `few`, a row
+    repeats little."""
 
-    def __init__(self, *, few: bool = False) -> None:
-        self.few = few
-
-    def __enter__(self) -> Self:
-        self._stack = ExitStack()
-        self._folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="faults-")))
+    def __init__(self, folder: Path, *, few: bool = False) -> None:
+        self._folder, self.few = folder, few
         self._undisturbed: dict[str, Path] = {}
-        self._servers: dict[tuple[str, ...], ForkedRuns] = {}
-        return self
+        self._servers: dict[str, ForkedRuns] = {}
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def server(self, *wrapper: str) -> ForkedRuns:
-        """Return a server behind the words in front of its command. Raises Unavailable if they do not work."""
-        if wrapper not in self._servers:
+    def server(self, mount: str = "") -> ForkedRuns:
+        """Return a server, in a namespace in which the command `mount` was run. Raises Unavailable if that fails."""
+        if mount not in self._servers:
+            namespace = (
+                "unshare",
+                "--user",
+                "--map-root-user",
+                "--mount",
+                "bash",
+                "-c",
+                f'{mount} && exec "$@"',
+                "bash",
+            )
+            wrapper = namespace if mount else ()
             if wrapper and subprocess.run([*wrapper, "true"], capture_output=True, check=False).returncode:
                 raise Unavailable("no namespaces of users and mounts here")
-            self._servers[wrapper] = self._stack.enter_context(ForkedRuns(wrapper))
-        return self._servers[wrapper]
+            self._servers[mount] = ForkedRuns(wrapper).__enter__()  # it ends with this process
+        return self._servers[mount]
 
     def new_folder(self) -> Path:
-        return Path(self._stack.enter_context(TemporaryDirectory(prefix="row-", dir=self._folder))) / "run"
+        return Path(mkdtemp(dir=self._folder)) / "run"
 
     def undisturbed(self, engine: str, without: Sequence[int] = (), **settings: Any) -> Path:
-        """Return the folder of a run that met no fault, nor the data steps `without`."""
+        """Return the folder of a run that met no fault, and did not read the data steps `without`."""
         key = json.dumps([engine, without, settings])
         if key not in self._undisturbed:
             never = [{"kind": "skip_data", "steps": list(without)}] if without else []
@@ -93,12 +95,13 @@ class Fault(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """`promise`: what is done, and what is promised then. `seconds`: how long it takes on two cores if `few` is asked
-    for; a row without them is left to full runs."""
+    """`promise`: what is done, and what is promised then. `seconds`: how long it takes on two cores with few
+    repetitions; a row without them is left to full runs. `minutes`: after these it is ended as one that failed."""
 
     promise: str
     run: Fault
     seconds: int = 0
+    minutes: float = 15
 
 
 @dataclass(frozen=True)
@@ -106,20 +109,20 @@ class Disturbed:
     """Two ranks meet `faults` under each engine, end with `codes` (one for all, one each, or any) and words that they
     print or `run.json` has (`says`). Unless they are complete, `--resume auto` completes them. In the end all
     checkpoints are whole, and steps, state and exports are those of an undisturbed run, to the last digit. RUN in a
-    fault is the run's folder. `without`: data steps that count as never met (`if_rolled_back`: if the last checkpoint
-    knows of a rollback). `before`: the faults of an earlier start. `wrapper`: words in front of the command. `disk`:
-    the options of a file system of its own, of which what is left is taken elsewhere to go on."""
+    fault is the run's folder. `without`: data steps that the undisturbed run does not read (`if_rolled_back`: only if
+    the last checkpoint knows of a rollback). `before`: the faults of an earlier start. `mount`: a command
+    that changes what the ranks see of the file system; DISK in it is the folder around the run's, whose files are
+    copied elsewhere to go on."""
 
     faults: Faults = ()
     codes: Sequence[int] = (0,)
     says: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     without: Sequence[int] = ()
     if_rolled_back: bool = False
     before: Faults = ()
     limits: Mapping[str, int] = field(default_factory=dict)
-    wrapper: Sequence[str] = ()
-    disk: str = ""
+    mount: str = ""
 
     def __call__(self, bench: Bench) -> Result:
         return collected([self.meet(bench, engine) for engine in ENGINES])
@@ -137,20 +140,16 @@ class Disturbed:
         from ds_encdec.checkpoint.folder import verify_checkpoints
 
         kept = folder = bench.new_folder()
-        runs = bench.server(*self.wrapper)
-        if self.disk:
-            (mounted := bench.new_folder()).mkdir()
-            runs = bench.server(*NAMESPACE, f'mount -t tmpfs -o {self.disk} none "{mounted}" && exec "$@"', "bash")
-            folder = mounted / "run"
-        faults = [
-            {key: value.replace("RUN", str(folder)) if isinstance(value, str) else value for key, value in one.items()}
-            for one in self.faults
-        ]
+        if "DISK" in self.mount:
+            folder = bench.new_folder() / "run"
+            folder.parent.mkdir()
+        runs = bench.server(self.mount.replace("DISK", str(folder.parent)))
+        faults = json.loads(json.dumps([*self.faults]).replace("RUN", str(folder)))
         command, options = arguments(folder, engine, **SETTINGS | self.settings), ["--resume", "auto"]
         if self.before:
             bench.server().run(command, ranks=2, faults=[dict(one) for one in self.before])
         met = runs.run(command + options * bool(self.before), ranks=2, faults=faults, limits=self.limits)
-        if self.disk:
+        if folder != kept:
             shutil.copytree(Path(f"/proc/{runs.pid}/root{folder}"), kept, symlinks=True)
             command = arguments(kept, engine, **SETTINGS | self.settings)
         expected = [*self.codes] * (2 if len(self.codes) == 1 else 1) or met.codes
@@ -172,25 +171,25 @@ class Disturbed:
 class Kills:
     """Both ranks are killed, one shortly after the other, at random moments between call `number` of `begins` and the
     return of `ends` (as `module:name`; nothing: the process's start), under each engine and each of `settings` in
-    turn. `rest`: what else is as in a Disturbed."""
+    turn, until so many `times` the kill came before the end. `rest`: what else is as in a Disturbed."""
 
     times: int
     begins: str
     ends: str
-    settings: Sequence[Mapping[str, Any]]
+    settings: Sequence[dict[str, Any]]
     number: int = 1
     rest: Disturbed = field(default_factory=Disturbed)
     few: int = 2
 
     def __call__(self, bench: Bench) -> Result:
-        rng, results, seconds = random.Random(self.begins), list[Result](), dict[tuple[str, int], float]()
-        for number in range(self.few if bench.few else self.times):
-            engine, way = [*ENGINES][number % 2], number // 2 % len(self.settings)
-            settings = {**self.rest.settings, **self.settings[way]}
-            if (engine, way) not in seconds:
-                seconds[engine, way] = self._seconds(bench, engine, settings)
-            after = rng.uniform(0.0, LATEST_KILL * seconds[engine, way])
+        rng, results, wanted = random.Random(self.begins), list[Result](), self.few if bench.few else self.times
+        ways = [(engine, {**self.rest.settings, **settings}) for settings in self.settings for engine in ENGINES]
+        seconds = [self._seconds(bench, *way) for way in ways[:wanted]]
+        while sum(one.times for one in results) < wanted and len(results) < 2 * wanted:
+            number = len(results) % len(seconds)
+            after = rng.uniform(0.0, LATEST_KILL * seconds[number])
             kill = self._fault(self.number, (after, after + rng.uniform(-0.02, 0.02)))
+            engine, settings = ways[number]
             row = replace(self.rest, faults=[*self.rest.faults, kill], codes=(), settings=settings)
             result = row.meet(bench, engine)
             results.append(replace(result, problems=tuple(f"{after:.3f} s: {one}" for one in result.problems)))
@@ -201,7 +200,7 @@ class Kills:
         fault = {"kind": "killed_within", "begins": self.begins, "ends": self.ends}
         return {**fault, "number": number, "seconds": [max(0.0, one) for one in seconds]}
 
-    def _seconds(self, bench: Bench, engine: str, settings: Mapping[str, Any]) -> float:
+    def _seconds(self, bench: Bench, engine: str, settings: dict[str, Any]) -> float:
         """Return how long it takes without a kill."""
         folder, runs = bench.new_folder(), bench.server()
         command = arguments(folder, engine, **SETTINGS | settings)
@@ -216,19 +215,18 @@ class Kills:
 
 
 @dataclass(frozen=True)
-class Tests:
-    """Tests of the suite that hold the fault, as words for pytest."""
+class Program:
+    """A program of the tests that holds the fault, or pytest: the `words` behind `python`."""
 
     words: Sequence[str]
 
     def __call__(self, bench: Bench) -> Result:
-        command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-n", "0", *self.words]
-        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        passed = re.search(r"(\d+) passed", ran.stdout)
-        if not passed and (skipped := re.search(r"^SKIPPED \[\d+\] \S+ (.*)$", ran.stdout, re.MULTILINE)):
+        ran = subprocess.run([sys.executable, *self.words], cwd=ROOT, capture_output=True, text=True, check=False)
+        times = re.search(r"(\d[\d,]*) (?:passed|mutations)", ran.stdout)
+        if not times and (skipped := re.search(r"^SKIPPED \[\d+\] \S+ (.*)$", ran.stdout, re.MULTILINE)):
             return Result(skipped=skipped[1])
-        problem = f"pytest ended with {ran.returncode}\n{ran.stdout[-6000:]}{ran.stderr[-2000:]}"
-        return Result(int(passed[1]) if passed else 0, problems=(problem,) if ran.returncode else ())
+        problem = f"{self.words[0]} ended with {ran.returncode}\n{ran.stdout[-6000:]}{ran.stderr[-2000:]}"
+        return Result(int(times[1].replace(",", "")) if times else 0, problems=(problem,) if ran.returncode else ())
 
 
 @dataclass(frozen=True)
@@ -246,14 +244,26 @@ class Function:
 def collected(results: Sequence[Result]) -> Result:
     skipped = next((one.skipped for one in results if one.skipped), "")
     problems = tuple(problem for one in results for problem in one.problems)
-    return Result(sum(one.times for one in results), max(one.lost for one in results), problems, skipped)
+    lost = max((one.lost for one in results if one.lost is not None), default=None)
+    return Result(sum(one.times for one in results), lost, problems, skipped)
 
 
-def changed_configurations(bench: Bench, count: int = 2000) -> Result:
-    """Validate configurations that were changed at random."""
-    command = [sys.executable, "tests/nightly/mutate_configs.py", "--count", str(count)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return Result(count, problems=(ran.stdout + ran.stderr,) if ran.returncode else ())
+def two_starts(bench: Bench) -> Result:
+    """Start one command twice, for a new run and for a resume, and hold what is left against an undisturbed run."""
+    constant, problems = SETTINGS | {"training__lr_scheduler_type": "constant"}, list[str]()
+    with ForkedRuns() as other, ThreadPoolExecutor(2) as both:
+        for engine in ENGINES:
+            folder = bench.new_folder()
+            for last, options in ((8, ()), (12, ("--resume", "auto"))):
+                command = arguments(folder, engine, *options, **constant | {"training__num_train_steps": last})
+                ends = [*both.map(lambda runs, words=command: runs.run(words, ranks=2), (bench.server(), other))]
+                if sorted(end.codes for end in ends) != [[0, 0], [3, 3]]:
+                    problems.append(f"{engine}: {[end.codes for end in ends]}\n{ends[0].output}\n{ends[1].output}")
+            try:
+                assert_equal(folder, bench.undisturbed(engine, **constant))
+            except AssertionError as error:
+                problems.append(f"{engine}: {error}")
+    return Result(2 * len(ENGINES), problems=tuple(problems))
 
 
 def steps(run: Path) -> dict[int, tuple[float, ...]]:

@@ -6,19 +6,18 @@ in any folder, those up to any moment are there, all but one, or only one."""
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from disk_record import END, Operation
 
 DATA = ("kept", "lost", "zeros")
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A file's content, or a link's target, and its digest."""
 
     content: bytes
@@ -26,12 +25,33 @@ class Leaf:
     digest: bytes
 
 
-Tree = Mapping[bytes, "Tree | Leaf"]  # a folder's names
+class State(NamedTuple):
+    """A disk that a power loss may leave: `how` in words, and what is at each path; a folder (None) comes before what
+    it holds."""
+
+    how: str
+    paths: list[tuple[bytes, Leaf | None]]
+
+    def digest(self) -> bytes:
+        parts = (path + b"\0" + (leaf.digest if leaf else bytes(20)) for path, leaf in self.paths)
+        return hashlib.sha1(b"".join(parts)).digest()
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir()
+        for path, leaf in self.paths:
+            there = os.fsencode(folder) + path
+            if leaf is None:
+                os.mkdir(there)
+            elif leaf.is_link:
+                os.symlink(leaf.content, there)
+            else:
+                with open(there, "wb") as file:
+                    file.write(leaf.content)
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A file, a folder or a link, and what of it is sure."""
+    """A file (it has `content`), a link (it has a `target`) or a folder, and what of it is sure."""
 
     content: bytearray | None = None
     durable: bytes = b""
@@ -51,9 +71,19 @@ class Node:
             self.leaves[data] = Leaf(content, is_link, hashlib.sha1(bytes([is_link]) + content).digest())
         return self.leaves[data]
 
+    def paths(self, kept: Collection[int], data: str, above: bytes = b"") -> Iterator[tuple[bytes, Leaf | None]]:
+        """Yield what is below this folder if of the pending changes the `kept` numbers have reached the disk."""
+        names = dict(self.durable_names)
+        for change in self.pending:
+            if change.number in kept:
+                change.apply(names)
+        for name, node in sorted(names.items()):
+            path, is_folder = above + b"/" + name, node.content is None and node.target is None
+            yield path, None if is_folder else node.leaf(data)
+            yield from node.paths(kept, data, path)
 
-@dataclass(frozen=True, slots=True)
-class Change:
+
+class Change(NamedTuple):
     """A change of a folder's names: `removed` goes, and `added` is `node`."""
 
     number: int
@@ -61,19 +91,11 @@ class Change:
     added: bytes | None
     node: Node
 
-
-class State:
-    """A disk that a power loss may leave, and `how` in words."""
-
-    def __init__(self, how: str, tree: Tree) -> None:
-        self.how, self._tree = how, tree
-
-    @cached_property
-    def digest(self) -> bytes:
-        return _digest(self._tree)
-
-    def write(self, folder: Path) -> None:
-        _write(self._tree, os.fsencode(folder))
+    def apply(self, names: dict[bytes, Node]) -> None:
+        if self.removed is not None and names.get(self.removed) is self.node:
+            del names[self.removed]
+        if self.added is not None:
+            names[self.added] = self.node
 
 
 class Disk:
@@ -113,10 +135,7 @@ class Disk:
 
     def states(self) -> Iterator[State]:
         """Yield every disk that a power loss may leave now; many are the same."""
-        pending = sorted(
-            (change for folder in self._folders() for change in folder.pending), key=lambda one: one.number
-        )
-        numbers = [change.number for change in pending]
+        numbers = sorted(change.number for folder in self._folders() for change in folder.pending)
         for data in DATA:
             for length in range(len(numbers) + 1):
                 yield self._state(f"the first {length} of {len(numbers)} names", numbers[:length], data)
@@ -130,7 +149,7 @@ class Disk:
         return self._state("all", [one.number for folder in self._folders() for one in folder.pending], "kept")
 
     def _state(self, how: str, kept: Collection[int], data: str) -> State:
-        return State(f"{how}, data {data}", _names(self._top, frozenset(kept), data))
+        return State(f"{how}, data {data}", list(self._top.paths(frozenset(kept), data)))
 
     def _parent(self, path: bytes) -> tuple[Node, bytes]:
         *folders, name = path[len(self._root) :].split(b"/")[1:] or [b""]
@@ -140,9 +159,8 @@ class Disk:
         return node, name
 
     def _change(self, folder: Node, removed: bytes | None, added: bytes | None, node: Node) -> None:
-        change = Change(next(self._numbers), removed, added, node)
-        _apply(folder.names, change)
-        folder.pending.append(change)
+        folder.pending.append(Change(next(self._numbers), removed, added, node))
+        folder.pending[-1].apply(folder.names)
 
     def _folders(self) -> Iterable[Node]:
         found, queue = dict[int, Node](), [self._top]
@@ -152,42 +170,3 @@ class Disk:
                 found[id(node)] = node
                 queue += [*node.names.values(), *node.durable_names.values()]
         return found.values()
-
-
-def _apply(names: dict[bytes, Node], change: Change) -> None:
-    if change.removed is not None and names.get(change.removed) is change.node:
-        del names[change.removed]
-    if change.added is not None:
-        names[change.added] = change.node
-
-
-def _names(folder: Node, kept: frozenset[int], data: str) -> Tree:
-    names = dict(folder.durable_names)
-    for change in folder.pending:
-        if change.number in kept:
-            _apply(names, change)
-    return {
-        name: _names(node, kept, data) if node.content is None and node.target is None else node.leaf(data)
-        for name, node in names.items()
-    }
-
-
-def _digest(tree: Tree) -> bytes:
-    parts = (
-        b"%s\0%s" % (name, inner.digest if isinstance(inner, Leaf) else _digest(inner))
-        for name, inner in sorted(tree.items())
-    )
-    return hashlib.sha1(b"".join(parts)).digest()
-
-
-def _write(tree: Tree, path: bytes) -> None:
-    os.mkdir(path)
-    for name, inner in tree.items():
-        there = os.path.join(path, name)
-        if not isinstance(inner, Leaf):
-            _write(inner, there)
-        elif inner.is_link:
-            os.symlink(inner.content, there)
-        else:
-            with open(there, "wb") as file:
-                file.write(inner.content)

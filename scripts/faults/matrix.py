@@ -3,11 +3,12 @@
     ./scripts/faults.sh                       all rows
     ./scripts/faults.sh --row killed-rank     one row (or several)
     ./scripts/faults.sh --minutes 5           those that the tests do not run, in a fixed order, as many as fit
-    ./scripts/faults.sh --write               what is shown goes into docs/faults.md
+    ./scripts/faults.sh --write               what is shown goes into docs/faults.md, row by row
 
 Exit code 1 if a row failed; what its runs printed comes before the table."""
 
 import argparse
+import multiprocessing
 import os
 import re
 import subprocess
@@ -15,10 +16,15 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import chain, zip_longest
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import psutil
 from bench import ROOT, Bench, Result
 from rows import GROUPS
 
@@ -26,26 +32,75 @@ PAGE = ROOT / "docs" / "faults.md"
 MARK = "<!-- Written by ./scripts/faults.sh --write -->\n"
 HEAD = "| row | what happens: what is promised | times | lost | verdict | seen |\n|---|---|---|---|---|---|\n"
 ROWS = {name: row for group in GROUPS.values() for name, row in group.items()}
+NOT_RUN = " | | not run | |"
 
 
-def shown(name: str, result: Result) -> str:
-    """Return a row's line in the table."""
+class Worker:
+    """Runs rows in a process that keeps a Bench. If a row takes too long, the process is killed with all that it
+    started, and the next row gets a new one."""
+
+    def __init__(self, folder: Path, *, few: bool) -> None:
+        self._folder, self._few = folder, few
+        self._process: ForkProcess | None = None
+
+    def run(self, name: str) -> Result:
+        if self._process is None:
+            self._pipe, theirs = multiprocessing.Pipe()
+            self._process = ForkProcess(target=_serve, args=(theirs, self._folder, self._few))
+            self._process.start()
+            theirs.close()
+        minutes = ROWS[name].minutes
+        try:
+            self._pipe.send(name)
+            if self._pipe.poll(minutes * 60):
+                result: Result = self._pipe.recv()
+                return result
+            problem = f"it took longer than {minutes} minutes"
+        except (EOFError, OSError):
+            problem = "the process that ran it has died"
+        self.end()
+        return Result(problems=(problem,))
+
+    def end(self) -> None:
+        """Kill the process, and all that it started."""
+        if self._process and self._process.pid and psutil.pid_exists(self._process.pid):
+            process = psutil.Process(self._process.pid)
+            for one in [*process.children(recursive=True), process]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            self._process.join()
+        self._process = None
+
+
+def _serve(pipe: Connection, folder: Path, few: bool) -> None:
+    bench = Bench(folder, few=few)
+    while True:
+        name = pipe.recv()
+        try:
+            pipe.send(ROWS[name].run(bench))
+        except Exception:
+            pipe.send(Result(problems=(traceback.format_exc(),)))
+
+
+def cells(result: Result) -> str:
+    """Return what a row's line in the table has behind its promise."""
+    seen = f"{time.strftime('%Y-%m-%d')}, {_commit()}"
     if result.skipped:
-        cells = f"0 | | skipped: {' '.join(result.skipped.split())}"
-    else:
-        lost = "nothing" if result.lost == 0 else "1 step" if result.lost == 1 else f"{result.lost} steps"
-        problem = result.problems[0].splitlines()[0][:120].replace("|", "/") if result.problems else ""
-        cells = f"{result.times:,} | {lost} | {f'**failed**: {problem}' if problem else 'held'}"
-    return f"| {name} | {ROWS[name].promise} | {cells} | {time.strftime('%Y-%m-%d')}, {_commit()} |"
+        return f"0 | | skipped: {' '.join(result.skipped.split())} | {seen} |"
+    lost = {None: "", 0: " nothing", 1: " 1 step"}.get(result.lost, f" {result.lost} steps")
+    problem = result.problems[0].splitlines()[0][:120].replace("|", "/") if result.problems else ""
+    return f"{result.times:,} |{lost} | {f'**failed**: {problem}' if problem else 'held'} | {seen} |"
 
 
-def page(lines: dict[str, str]) -> str:
-    """Return the page with these lines; those of other rows stay as they were."""
+def page(results: dict[str, str]) -> str:
+    """Return the page with these cells by row; those of other rows stay as they were."""
     head, _, tables = PAGE.read_text().partition(MARK)
-    lines = {row[1]: row[0] for row in re.finditer(r"^\| ([\w-]+) \| .* \|$", tables, re.MULTILINE)} | lines
-    named = ((group, (lines.get(name, f"| {name} | {row.promise} | | | not run | |") for name, row in rows.items()))
-             for group, rows in GROUPS.items())  # fmt: skip
-    return head + MARK + "".join(f"\n## {group}\n\n{HEAD}" + "\n".join(rows) + "\n" for group, rows in named)
+    earlier = {row[1]: row[2] for row in re.finditer(r"^\| ([\w-]+) \| .*? \| (.* \|)$", tables, re.MULTILINE)}
+    known, tables = dict.fromkeys(ROWS, NOT_RUN) | earlier | results, ""
+    for group, rows in GROUPS.items():
+        lines = (f"| {name} | {row.promise} | {known[name]}\n" for name, row in rows.items())
+        tables = f"{tables}\n## {group}\n\n{HEAD}{''.join(lines)}"
+    return head + MARK + tables
 
 
 @cache
@@ -65,8 +120,9 @@ def main(words: Sequence[str] | None = None) -> int:
     names = [name for name in chain.from_iterable(zip_longest(*GROUPS.values())) if name and ROWS[name].seconds]
     names = options.row or (names if few else [*ROWS])
     print(f"commit {_commit()}", file=sys.stderr)
-    began, results, lines = time.monotonic(), dict[str, Result](), dict[str, str]()
-    with Bench(few=few) as bench:
+    began, results = time.monotonic(), dict[str, Result]()
+    with TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+        worker = Worker(Path(folder), few=few)
         for name in names:
             at = time.monotonic()
             # A busy machine takes longer than expected, and so it will for this row.
@@ -74,21 +130,20 @@ def main(words: Sequence[str] | None = None) -> int:
             slowness = max(1.0, (at - began) / expected) if expected else 1.0
             if few and at - began + slowness * ROWS[name].seconds > options.minutes * 60:
                 break
-            try:
-                results[name] = ROWS[name].run(bench)
-            except Exception:
-                results[name] = Result(problems=(traceback.format_exc(),))
-            lines[name] = shown(name, results[name])
+            results[name] = worker.run(name)
             took = f"{name}: {time.monotonic() - at:.0f} s"
             print(took, *results[name].problems, sep="\n", file=sys.stderr, flush=True)
             if options.write:
-                PAGE.write_text(page({name: lines[name]}))
-    print(HEAD + "\n".join(lines.values()))
+                PAGE.write_text(page({name: cells(results[name])}))
+        worker.end()
+    print(HEAD + "\n".join(f"| {name} | {ROWS[name].promise} | {cells(result)}" for name, result in results.items()))
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    print(f"\n{time.strftime('%Y-%m-%d')}, commit {_commit()}, {os.cpu_count()} × {model[1] if model else 'CPU'}")
+    took = f"{(time.monotonic() - began) / 60:.0f} minutes"
     print(
-        f"Not run: {', '.join(left)}" if (left := [name for name in names if name not in results]) else "All were run."
+        f"\n{time.strftime('%Y-%m-%d')}, commit {_commit()}, {os.cpu_count()} × {model[1] if model else 'CPU'}, {took}"
     )
+    left = [name for name in names if name not in results]
+    print(f"Not run: {', '.join(left)}" if left else "All were run.")
     return int(any(result.problems for result in results.values()))
 
 

@@ -1,6 +1,6 @@
 """Replays a run's power losses: a run is traced, every disk is restored that a power loss at any moment may leave, and
-the program's own way to resume judges it. No damaged checkpoint may be taken, and no announced one lost; no start
-refused, no pointer may dangle, no export be a part of one, and the metrics must have all steps until there."""
+the program's own way to resume judges it. No damaged checkpoint may be taken and no announced one lost, no start be
+refused, no pointer dangle; exports must be whole, and the metrics must have all steps until there."""
 
 import json
 import os
@@ -8,8 +8,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -38,27 +38,20 @@ SETTINGS = {
     "training__average_checkpoints": 3,
 }
 WINDOW_STEP = 4  # the save of this step is the window's
-WRITES = 50  # of so many writes the moment after one is tried; its data is also part of all later moments
+WRITES = 50  # the moments after every 50th write are tried; what the others wrote is part of later moments
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # disks are written often
-POINTERS = ("latest", "best", "final")
 
 
-def _matches(pattern: str) -> Callable[[Operation], bool]:
-    compiled = re.compile(pattern.encode())
-    return lambda done: done.kind == "fsync" and compiled.search(done.path) is not None
-
-
-# What a flush is of, by the path. Each must be missed.
-KINDS: dict[str, Callable[[Operation], bool]] = {
-    "shards": _matches(r"/step-\d+\.tmp/(?!\.?manifest)(.*/)?[^/]*\.[^/]+$"),
-    "folders": _matches(r"/step-\d+\.tmp(/(model|dcp|zero))?$"),
-    "manifest": _matches(r"\.manifest\.json"),
-    "checkpoints": _matches(r"/checkpoints$"),
-    "metrics": _matches(r"/metrics\.jsonl$"),
-    "status": _matches(r"/\.run\.json\.[^/]*$"),
-    "export": _matches(r"/export/[^/]*\.tmp"),
+# A flush of what, by the path. A power loss without one of these must be seen to do harm.
+KINDS = {
+    "shards": rb"/step-\d+\.tmp/(?!\.?manifest)(.*/)?[^/]*\.[^/]+$",
+    "folders": rb"/step-\d+\.tmp(/(model|dcp|zero))?$",
+    "manifest": rb"\.manifest\.json",
+    "checkpoints": rb"/checkpoints$",
+    "metrics": rb"/metrics\.jsonl$",
+    "status": rb"/\.run\.json\.[^/]*$",
+    "export": rb"/export/[^/]*\.tmp",
 }
-OUTSIDE_WINDOW = ("status", "export")
 
 
 @dataclass
@@ -75,14 +68,13 @@ class Record:
 
 @dataclass
 class Verdict:
-    """`states`: distinct disks that were judged. `problems`: how often each was seen. `examples`: the first of each."""
+    """`states`: the number of distinct disks that were judged. `problems`: on which of them each problem was found."""
 
     states: int = 0
-    problems: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
+    problems: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def __str__(self) -> str:
-        return "\n".join(f"{times} × {what}: {self.examples[what]}" for what, times in self.problems.most_common())
+        return "\n".join(f"{len(where)} × {what}: {where[0]}" for what, where in self.problems.items())
 
 
 def lacking() -> str:
@@ -96,16 +88,10 @@ def lacking() -> str:
 def record(engine: str, root: Path) -> Record:
     """Trace a run of two ranks to its end, with an export and an average, saved in the background under FSDP2."""
     (root / "tmp").mkdir(parents=True)
-    before, tempfile.tempdir = os.environ.get("TMPDIR"), None
-    os.environ["TMPDIR"] = str(root / "tmp")  # the run's log is traced as well
-    try:
-        with ForkedRuns(tracer(root / "trace")) as runs:
-            in_background = str(engine == "fsdp").lower()
-            command = arguments(root / "run", engine, **SETTINGS, training__async_save=in_background)
-            runs.run(command, ranks=2).ended_with(0)
-    finally:
-        del os.environ["TMPDIR"]
-        os.environ |= {} if before is None else {"TMPDIR": before}
+    with ForkedRuns(("env", f"TMPDIR={root / 'tmp'}", *tracer(root / "trace"))) as runs:  # its log is traced as well
+        in_background = str(engine == "fsdp").lower()
+        command = arguments(root / "run", engine, **SETTINGS, training__async_save=in_background)
+        runs.run(command, ranks=2).ended_with(0)
     recorded = Record(root, read_operations(root / "trace", root))
     (root / "trace").unlink()
     disk = Disk(root / "run")
@@ -116,13 +102,14 @@ def record(engine: str, root: Path) -> Record:
     return recorded
 
 
-def replay(recorded: Record, *, window: bool = False, without: str | None = None) -> Verdict:
-    """Judge every disk that a power loss may leave: at any moment, or in the `window` of one save. `without`: the kind
-    of flush that is taken not to have happened."""
+def replay(recorded: Record, *, window: bool = False, without: bytes | None = None) -> Verdict:
+    """Judge every disk that a power loss may leave: at any moment, or in the `window` of one save. `without`: as if
+    the flushes of paths with this pattern had done nothing, from the first of them to the first disk with a problem."""
     verdict, disk, seen = Verdict(), Disk(recorded.root / "run"), set[tuple[bytes, object]]()
     exports = {path.name: _files(path) for path in (recorded.root / "run" / "export").iterdir()}
-    announced_step, announced_exports, is_inside = 0, frozenset[str](), not window
+    announced_step, announced_exports, is_inside = 0, frozenset[str](), not (window or without)
     with tempfile.TemporaryDirectory(prefix="power-loss-", dir=MEMORY) as scratch:
+        folder = Path(scratch) / "run"
         for number, done in enumerate(recorded.operations):
             if done.path.endswith(b".log"):
                 for step in re.findall(rb"saved step ([\d,]+)", done.content):
@@ -131,26 +118,29 @@ def replay(recorded: Record, *, window: bool = False, without: str | None = None
                 announced_exports |= {name.decode() for name in named}
                 if window and announced_step == WINDOW_STEP:
                     break
-            if not recorded.is_of_run(done) or (without and KINDS[without](done)):
+            if not recorded.is_of_run(done):
+                continue
+            if without and done.kind == "fsync" and re.search(without, done.path):
+                is_inside = True
                 continue
             disk.apply(done)
-            is_inside |= done.kind == "mkdir" and done.path.endswith(b"step-%08d.tmp" % WINDOW_STEP)
+            is_inside |= window and done.kind == "mkdir" and done.path.endswith(b"step-%08d.tmp" % WINDOW_STEP)
             if not is_inside or (done.kind == "write" and number % WRITES):
                 continue
             for state in disk.states():
-                key = (state.digest, (announced_step, announced_exports))
+                key = (state.digest(), (announced_step, announced_exports))
                 if key in seen:
                     continue
                 seen.add(key)
                 verdict.states += 1
-                folder = Path(scratch) / "run"
                 state.write(folder)
                 for problem in _problems(folder, announced_step, announced_exports, exports):
                     kind = re.sub(r"\d+", "N", problem.replace(str(folder), "RUN"))[:160]
-                    verdict.problems[kind] += 1
                     where = f"after {done.kind} {os.fsdecode(done.path[len(os.fsencode(recorded.root)) :])}"
-                    verdict.examples.setdefault(kind, f"{where}; {state.how}")
+                    verdict.problems[kind].append(f"{where}; {state.how}")
                 shutil.rmtree(folder)
+                if without and verdict.problems:
+                    return verdict
     return verdict
 
 
@@ -165,28 +155,19 @@ def whole_runs(bench: Bench) -> Result:
 
 
 def flushes_left_out(bench: Bench) -> Result:
-    """Leave out each kind of flush, which must show problems that the whole record has not."""
-    missed = []
+    """Leave out each kind of flush of a record in which, as the other rows show, there is no problem with all."""
     if why := lacking():
         return Result(skipped=why)
-    for kind in KINDS:
-        window = kind not in OUTSIDE_WINDOW
-        usual, without = (_replayed(bench, "fsdp", window, left_out) for left_out in (None, kind))
-        if not without.problems.keys() - usual.problems.keys():
-            missed.append(f"nothing is seen without the flush of {kind}")
-    return Result(len(KINDS), problems=tuple(missed))
+    seen = {kind: replay(_recorded(bench, "fsdp"), without=pattern).problems for kind, pattern in KINDS.items()}
+    missed = tuple(f"nothing is seen without the flush of {kind}" for kind, problems in seen.items() if not problems)
+    return Result(len(KINDS), problems=missed)
 
 
 def _judged(bench: Bench, engine: str, *, window: bool = False) -> Result:
     if why := lacking():
         return Result(skipped=why)
-    verdict = _replayed(bench, engine, window, None)
+    verdict = replay(_recorded(bench, engine), window=window)
     return Result(verdict.states, problems=(f"{engine}: {verdict}",) if verdict.problems else ())
-
-
-@cache
-def _replayed(bench: Bench, engine: str, window: bool, without: str | None) -> Verdict:
-    return replay(_recorded(bench, engine), window=window, without=without)
 
 
 @cache
@@ -195,7 +176,7 @@ def _recorded(bench: Bench, engine: str) -> Record:
 
 
 def _problems(root: Path, step: int, announced: frozenset[str], exports: dict[str, dict[str, bytes]]) -> Iterator[str]:
-    yield from _wrong_pointers(root, may_dangle=True)  # until the next start
+    yield from _wrong_pointers(root, resumed=False)
     folder = RunFolder(str(root))
     for name, files in exports.items():
         is_there = (folder.exports / name).exists()
@@ -221,7 +202,7 @@ def _problems(root: Path, step: int, announced: frozenset[str], exports: dict[st
     at = found.manifest.step if found else 0
     if at < step:
         yield f"announced step {step}, and resumes from {at}"
-    yield from _wrong_pointers(root)
+    yield from _wrong_pointers(root, resumed=True)
     lines = folder.metrics.read_bytes().splitlines()
     have = {line["step"] for line in map(json.loads, lines) if "train/loss" in line}
     if not set(range(1, at + 1)) <= have:
@@ -230,7 +211,7 @@ def _problems(root: Path, step: int, announced: frozenset[str], exports: dict[st
         for line in folder.events.read_bytes().splitlines():
             json.loads(line)
     except ValueError:
-        yield "ledger.jsonl has a line that is none"
+        yield "a line of ledger.jsonl is not JSON"
 
 
 def _resumed(folder: RunFolder) -> Checkpoint | None:
@@ -248,17 +229,15 @@ def _resumed(folder: RunFolder) -> Checkpoint | None:
     return found
 
 
-def _wrong_pointers(root: Path, *, may_dangle: bool = False) -> Iterator[str]:
-    for name in POINTERS:
-        pointer = root / "checkpoints" / name
-        if os.path.lexists(pointer):
-            try:
-                verify_checkpoint(pointer.resolve(strict=True))
-            except FileNotFoundError:
-                if not may_dangle:
-                    yield f"{name} dangles after a resume"
-            except Exception as error:
-                yield f"{name} leads to a damaged checkpoint: {type(error).__name__}"
+def _wrong_pointers(root: Path, *, resumed: bool) -> Iterator[str]:
+    places = {name: root / "checkpoints" / name for name in ("latest", "best", "final")}
+    for path in {place.resolve() for place in places.values() if place.exists()}:
+        try:
+            verify_checkpoint(path)
+        except Exception as error:
+            yield f"a pointer leads to a damaged checkpoint: {type(error).__name__}"
+    if resumed:  # until then one may dangle
+        yield from (f"{name} dangles" for name, place in places.items() if place.is_symlink() and not place.exists())
 
 
 def _files(folder: Path) -> dict[str, bytes]:
