@@ -1,10 +1,12 @@
 """Plants mistakes in the code, one at a time, and runs the tests that must notice each.
 
 mutations.toml has a row for each: the file, the text there, the text in its place, and the tests of which at least one
-must fail. All is done in a copy of the repository. First the tests run on the code as it is, where they must pass.
-Exit code 1: a mistake was not noticed, or a row does not fit the code.
+must fail. With --faults, rows of the matrix of faults (scripts/faults) run in place of tests. All is done in a copy of
+the repository. First the tests run on the code as it is, where they must pass. Exit code 1: a mistake was not noticed,
+or a row does not fit the code.
 
     python tests/nightly/mutations.py [--only NAME]... [--area AREA]... [--sample N --seed S] [--before "nice -n 19"]
+    python tests/nightly/mutations.py --faults
 """
 
 import argparse
@@ -21,25 +23,29 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import cache_from_source
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 ROWS = Path(__file__).with_name("mutations.toml")
 NOTICED = ("noticed", "hung", "died")
+PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
+MATRIX = ("scripts/faults/matrix.py", "--minutes", "30", "--row")
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A row. `area`: the name of its table in mutations.toml. `tests`: nodes as pytest takes them."""
+    """A row. `area`: the name of its table in mutations.toml. `tests`: nodes as pytest takes them. `row`: of the matrix
+    of faults."""
 
     area: str
     name: str
     file: str
     old: str
     new: str
-    tests: list[str]
+    tests: list[str] = field(default_factory=list)
+    row: str = ""
 
     def problems(self, repository: Path) -> Iterator[str]:
         """Yield why the row does not fit the code, if it does not."""
@@ -52,8 +58,10 @@ class Mutation:
             text = (repository / module).read_text() if (repository / module).is_file() else ""
             if not re.search(rf"^ *def {function.partition('[')[0]}\(", text, re.MULTILINE):
                 yield f"{self.name}: there is no test {test}"
-        if not self.tests:
+        if not self.tests and not self.row:
             yield f"{self.name}: no test is named"
+        if self.row and f'"{self.row}": ' not in (repository / "scripts/faults/rows.py").read_text():
+            yield f"{self.name}: there is no row {self.row} in scripts/faults/rows.py"
 
 
 def read_rows(path: Path = ROWS) -> list[Mutation]:
@@ -81,9 +89,9 @@ class Tests:
     def __init__(self, copy: Path, before: Sequence[str], seconds: int) -> None:
         self._copy, self._before, self._seconds = copy, before, seconds
 
-    def run(self, tests: Sequence[str]) -> tuple[str, str]:
+    def run(self, tests: Sequence[str], program: Sequence[str] = PYTEST) -> tuple[str, str]:
         """Return `passed`, `noticed`, `hung`, `died` (by a signal) or `error`, and the end of the output."""
-        command = [*self._before, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        command = [*self._before, sys.executable, *program, *tests]
         variables = {**os.environ, "PYTHONPATH": str(self._copy)}
         variables.pop("PYTHONDONTWRITEBYTECODE", None)  # or each run compiles all
         process = subprocess.Popen(
@@ -122,6 +130,7 @@ def chosen(rows: Sequence[Mutation], arguments: argparse.Namespace) -> list[Muta
         row
         for row in rows
         if (not arguments.only or row.name in arguments.only) and (not arguments.area or row.area in arguments.area)
+        if (row.row if arguments.faults else row.tests)
     ]
     if arguments.sample and arguments.sample < len(found):
         found = sorted(random.Random(arguments.seed).sample(found, arguments.sample), key=rows.index)
@@ -136,16 +145,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--before", default="", metavar="COMMAND", help="words in front of each command of pytest")
     parser.add_argument("--seconds", type=int, default=900, help="most that the tests of a row may take")
+    parser.add_argument("--faults", action="store_true", help="run rows of the matrix of faults in place of tests")
     parser.add_argument("--no-intact", action="store_true", help="leave out the tests on the code as it is")
     arguments = parser.parse_args()
     rows = chosen(read_rows(), arguments)
     if not rows:
         parser.error("no row has such a name or area")
+    program = MATRIX if arguments.faults else PYTEST
     failed = []
+
+    def named(row: Mutation) -> list[str]:
+        return [row.row] if arguments.faults else row.tests
+
     with tempfile.TemporaryDirectory() as folder:
         tests = Tests(copy := copy_repository(Path(folder)), shlex.split(arguments.before), arguments.seconds)
         if not arguments.no_intact:
-            intact, output = tests.run(sorted({test for row in rows for test in row.tests}))
+            intact, output = tests.run(sorted({one for row in rows for one in named(row)}), program)
             if intact != "passed":
                 print(output, "The tests do not pass on the code as it is.", sep="\n")
                 return 1
@@ -153,11 +168,11 @@ def main() -> int:
             began, verdict, output = time.monotonic(), "error", "\n".join(row.problems(copy))
             if not output:
                 with planted(row, copy):
-                    verdict, output = tests.run(row.tests)
+                    verdict, output = tests.run(named(row), program)
             if verdict not in NOTICED:
                 failed.append(row.name)
-            found = re.search(r"^FAILED \S+::(\S+)", output, re.MULTILINE)
-            by = f" by {found[1]}" if verdict == "noticed" and found else ""
+            found = re.search(r"^FAILED \S+::(\S+)|^\| (\S+) \|.*\*\*failed\*\*(:.*) \|.*\|$", output, re.MULTILINE)
+            by = f" by {found[1] or found[2] + found[3]}" if verdict == "noticed" and found else ""
             print(f"{row.area:12} {row.name:60} {verdict}{by}, {time.monotonic() - began:.0f} s", flush=True)
             if verdict == "error":
                 print(output[-2000:])
