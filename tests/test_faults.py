@@ -19,9 +19,6 @@ for row in matrix.ROWS.values():
         for word in row.run.words:
             if ".py" in word:
                 print("exists", word, "(test_|main)", sep="\\t", file=matrix.sys.stderr)
-    elif isinstance(row.run, bench.Function):
-        module, _, name = row.run.name.partition(":")
-        print("exists", f"scripts/faults/{module}.py", name, sep="\\t", file=matrix.sys.stderr)
     elif isinstance(row.run, bench.Disturbed):
         for fault in (*row.run.faults, *row.run.before):
             print("exists", "tests/faults/sabotage.py", fault["kind"], sep="\\t", file=matrix.sys.stderr)

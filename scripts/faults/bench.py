@@ -1,7 +1,6 @@
 """Runs real ranks that meet a fault and go on, and compares them with undisturbed runs: the parts of the rows."""
 
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -9,13 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Protocol
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read by what the rows import
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,10 +87,7 @@ class Bench:
         self._undisturbed[json.dumps([engine, (), settings])] = folder
 
 
-class Fault(Protocol):
-    """Runs a row's fault."""
-
-    def __call__(self, bench: Bench) -> Result: ...
+Fault = Callable[[Bench], Result]
 
 
 @dataclass(frozen=True)
@@ -129,17 +126,20 @@ class Disturbed:
 
     def meet(self, bench: Bench, engine: str) -> Result:
         """Return what one engine has shown; it counts if a process was killed or `codes` say how it ends."""
+        kept = bench.new_folder()
         try:
-            return self._meet(bench, engine)
+            return self._meet(bench, engine, kept)
         except Unavailable as why:
             return Result(skipped=str(why))
         except Exception as error:
             return Result(problems=(f"{engine}: {type(error).__name__}: {error}",))
+        finally:
+            shutil.rmtree(kept, ignore_errors=True)
 
-    def _meet(self, bench: Bench, engine: str) -> Result:
+    def _meet(self, bench: Bench, engine: str, kept: Path) -> Result:
         from ds_encdec.checkpoint.folder import verify_checkpoints
 
-        kept = folder = bench.new_folder()
+        folder = kept
         if "DISK" in self.mount:
             folder = bench.new_folder() / "run"
             folder.parent.mkdir()
@@ -229,18 +229,6 @@ class Program:
         return Result(int(times[1].replace(",", "")) if times else 0, problems=(problem,) if ran.returncode else ())
 
 
-@dataclass(frozen=True)
-class Function:
-    """A function, named as `module:name`, which is imported when it is called."""
-
-    name: str
-
-    def __call__(self, bench: Bench) -> Result:
-        module, _, name = self.name.partition(":")
-        result: Result = getattr(importlib.import_module(module), name)(bench)
-        return result
-
-
 def collected(results: Sequence[Result]) -> Result:
     skipped = next((one.skipped for one in results if one.skipped), "")
     problems = tuple(problem for one in results for problem in one.problems)
@@ -250,20 +238,17 @@ def collected(results: Sequence[Result]) -> Result:
 
 def two_starts(bench: Bench) -> Result:
     """Start one command twice, for a new run and for a resume, and hold what is left against an undisturbed run."""
-    constant, problems = SETTINGS | {"training__lr_scheduler_type": "constant"}, list[str]()
+    constant = SETTINGS | {"training__lr_scheduler_type": "constant"}
     with ForkedRuns() as other, ThreadPoolExecutor(2) as both:
         for engine in ENGINES:
             folder = bench.new_folder()
             for last, options in ((8, ()), (12, ("--resume", "auto"))):
                 command = arguments(folder, engine, *options, **constant | {"training__num_train_steps": last})
                 ends = [*both.map(lambda runs, words=command: runs.run(words, ranks=2), (bench.server(), other))]
-                if sorted(end.codes for end in ends) != [[0, 0], [3, 3]]:
-                    problems.append(f"{engine}: {[end.codes for end in ends]}\n{ends[0].output}\n{ends[1].output}")
-            try:
-                assert_equal(folder, bench.undisturbed(engine, **constant))
-            except AssertionError as error:
-                problems.append(f"{engine}: {error}")
-    return Result(2 * len(ENGINES), problems=tuple(problems))
+                codes = [end.codes for end in ends]
+                assert sorted(codes) == [[0, 0], [3, 3]], f"{engine}: {codes}\n{ends[0].output}\n{ends[1].output}"
+            assert_equal(folder, bench.undisturbed(engine, **constant))
+    return Result(2 * len(ENGINES))
 
 
 def steps(run: Path) -> dict[int, tuple[float, ...]]:
@@ -276,26 +261,22 @@ def steps(run: Path) -> dict[int, tuple[float, ...]]:
 
 def assert_equal(run: Path, undisturbed: Path) -> None:
     """Assert that two runs' steps, last weights and moments, and exports are equal to the last digit."""
-    expected, found = steps(undisturbed), steps(run)
-    for step, values in expected.items():
-        assert found.get(step) == values, f"step {step} was {found.get(step)}, undisturbed {values}"
-    for name, digest in _state(undisturbed).items():
-        assert _state(run)[name] == digest, f"{name} of the last checkpoint is not that of the undisturbed run"
-    assert exports(run) == exports(undisturbed), "the exports are not those of the undisturbed run"
-
-
-def exports(run: Path) -> dict[str, str]:
-    """Return the files of a run's exports, with the digests of the weights."""
-    paths = sorted(path for path in (run / "export").glob("*/*") if path.is_file())
-    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.suffix == ".safetensors"}
-    return {str(path.relative_to(run)): digests.get(path, "") for path in paths}
+    expected, found = _left(undisturbed), _left(run)
+    for name, value in expected.items():
+        assert found.get(name) == value, f"{name} is {found.get(name)}, undisturbed {value}"
+    assert found.keys() == expected.keys(), f"the undisturbed run does not have {found.keys() - expected.keys()}"
 
 
 @cache
-def _state(run: Path) -> dict[str, str]:
+def _left(run: Path) -> dict[str, object]:
+    """Return by name what must be equal: figures of steps, digests of the last checkpoint's tensors, exported files."""
     from ds_encdec.checkpoint.zero_state import open_saved_state
 
+    left: dict[str, object] = {f"step {step}": figures for step, figures in steps(run).items()}
     saved = open_saved_state((run / "checkpoints" / "final").resolve())
-    kinds = ("weight", "exp_avg", "exp_avg_sq")
-    read = {f"{kind} {name}": saved.read(kind, name).numpy().tobytes() for name in saved.shapes for kind in kinds}
-    return {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
+    for name, kind in product(saved.shapes, ("weight", "exp_avg", "exp_avg_sq")):
+        left[f"{kind} {name}"] = hashlib.sha256(saved.read(kind, name).numpy().tobytes()).hexdigest()
+    for path in (run / "export").glob("*/*"):
+        is_of_weights = path.suffix == ".safetensors"
+        left[str(path.relative_to(run))] = hashlib.sha256(path.read_bytes()).hexdigest() if is_of_weights else ""
+    return left

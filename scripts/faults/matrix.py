@@ -78,8 +78,8 @@ def _serve(pipe: Connection, folder: Path, few: bool) -> None:
         name = pipe.recv()
         try:
             pipe.send(ROWS[name].run(bench))
-        except Exception:
-            pipe.send(Result(problems=(traceback.format_exc(),)))
+        except Exception as error:
+            pipe.send(Result(problems=(f"{type(error).__name__}: {error}\n{traceback.format_exc()}",)))
 
 
 def cells(result: Result) -> str:

@@ -27,16 +27,9 @@ from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.sinks import JsonlSink
 
-SETTINGS = {
-    "training__num_train_steps": 8,
-    "training__save_steps": 2,
-    "training__save_total_limit": 3,
-    "training__eval_samples": 8,
-    "training__eval_steps": 4,
-    "training__logging_steps": 1,
-    "training__export_at_end": "true",
-    "training__average_checkpoints": 3,
-}
+SETTINGS = {"training__num_train_steps": 8, "training__save_steps": 2, "training__save_total_limit": 3,
+    "training__logging_steps": 1, "training__eval_samples": 8, "training__eval_steps": 4,
+    "training__export_at_end": "true", "training__average_checkpoints": 3}  # fmt: skip
 WINDOW_STEP = 4  # the save of this step is the window's
 WRITES = 50  # the moments after every 50th write are tried; what the others wrote is part of later moments
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # disks are written often

@@ -1,8 +1,9 @@
 """The rows of the matrix, by group. First in each group are those that every change is tested with."""
 
+import importlib
 from typing import Any
 
-from bench import Disturbed, Faults, Function, Kills, Program, Row, two_starts
+from bench import Disturbed, Fault, Faults, Kills, Program, Row, two_starts
 
 AT_ONCE: dict[str, Any] = {"training__async_save": "false"}
 BACKGROUND = {"training__async_save": "true"}
@@ -25,6 +26,11 @@ def suite(promise: str, *words: str) -> Row:
     """Return a row that tests of the suite hold: words for pytest."""
     chosen = [f"tests/{word}" if ".py" in word else word for word in words]
     return Row(promise, Program(["-m", "pytest", "-q", "--color=no", "-n", "0", *chosen]))
+
+
+def power_loss(function: str) -> Fault:
+    """Return the function of power_loss.py, which imports the package: only when it is called."""
+    return lambda bench: getattr(importlib.import_module("power_loss"), function)(bench)
 
 
 def flush_refused(path: str, number: int, settings: dict[str, Any] = AT_ONCE) -> Disturbed:
@@ -61,11 +67,11 @@ GROUPS: dict[str, dict[str, Row]] = {
     },
     "Power loss": {
         "power-loss-in-a-save": Row("a power loss at any moment of one save under FSDP2: as above",
-            Function("power_loss:one_save"), 60),
+            power_loss("one_save"), 60),
         "power-loss": Row("a power loss at any moment of a run, its saves, exports and averages: as above",
-            Function("power_loss:whole_runs"), minutes=40),
+            power_loss("whole_runs"), minutes=40),
         "flushes-left-out": Row("the same under FSDP2, as if one of seven kinds of flush did nothing: harm is seen "
-            "for each", Function("power_loss:flushes_left_out")),
+            "for each", power_loss("flushes_left_out")),
     },
     "Disks": {
         "full-disk": Row("the disk is full behind the first checkpoint: exit code 5; with space equal",
