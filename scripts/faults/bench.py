@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / room) for room in ("launch", "
 from forked_runs import ENGINES, ForkedRuns, arguments, status  # noqa: E402
 
 SETTINGS: dict[str, Any] = {"training__num_train_steps": 12, "training__save_steps": 4, "training__logging_steps": 1}
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c")
 LATEST_KILL = 1.2  # the latest moment, in lengths of what is to be hit
 Faults = Sequence[Mapping[str, Any]]  # of tests/faults/sabotage.py
 
@@ -55,17 +56,7 @@ class Bench:
     def server(self, mount: str = "") -> ForkedRuns:
         """Return a server, in a namespace in which the command `mount` was run. Raises Unavailable if that fails."""
         if mount not in self._servers:
-            namespace = (
-                "unshare",
-                "--user",
-                "--map-root-user",
-                "--mount",
-                "bash",
-                "-c",
-                f'{mount} && exec "$@"',
-                "bash",
-            )
-            wrapper = namespace if mount else ()
+            wrapper = (*NAMESPACE, f'{mount} && exec "$@"', "bash") if mount else ()
             if wrapper and subprocess.run([*wrapper, "true"], capture_output=True, check=False).returncode:
                 raise Unavailable("no namespaces of users and mounts here")
             self._servers[mount] = ForkedRuns(wrapper).__enter__()  # it ends with this process

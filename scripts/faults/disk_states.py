@@ -51,25 +51,24 @@ class State(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A file (it has `content`), a link (it has a `target`) or a folder, and what of it is sure."""
+    """A file, a link (its content is the target) or a folder (it has no content), and what of it is sure."""
 
     content: bytearray | None = None
     durable: bytes = b""
-    target: bytes | None = None
+    is_link: bool = False
     names: "dict[bytes, Node]" = field(default_factory=dict)
     durable_names: "dict[bytes, Node]" = field(default_factory=dict)
     pending: "list[Change]" = field(default_factory=list)
     leaves: dict[str, Leaf] = field(default_factory=dict)  # by what became of the data, until the file is changed
 
-    def leaf(self, data: str) -> Leaf:
-        if data not in self.leaves:
-            content = self.durable if self.target is None else self.target
-            if self.content is not None and data != "lost":
-                zeros = bytes(max(0, len(self.content) - len(self.durable)))
-                content = bytes(self.content) if data == "kept" else content + zeros
-            is_link = self.target is not None
-            self.leaves[data] = Leaf(content, is_link, hashlib.sha1(bytes([is_link]) + content).digest())
-        return self.leaves[data]
+    def leaf(self, data: str) -> Leaf | None:
+        """Return what is at the path of a file or a link; None for a folder."""
+        if self.content is not None and data not in self.leaves:
+            content = bytes(self.content) if data == "kept" else self.durable
+            content += bytes(max(0, len(self.content) - len(content)) if data == "zeros" else 0)
+            digest = hashlib.sha1(bytes([self.is_link]) + content).digest()
+            self.leaves[data] = Leaf(content, self.is_link, digest)
+        return self.leaves.get(data)
 
     def paths(self, kept: Collection[int], data: str, above: bytes = b"") -> Iterator[tuple[bytes, Leaf | None]]:
         """Yield what is below this folder if of the pending changes the `kept` numbers have reached the disk."""
@@ -78,9 +77,8 @@ class Node:
             if change.number in kept:
                 change.apply(names)
         for name, node in sorted(names.items()):
-            path, is_folder = above + b"/" + name, node.content is None and node.target is None
-            yield path, None if is_folder else node.leaf(data)
-            yield from node.paths(kept, data, path)
+            yield above + b"/" + name, node.leaf(data)
+            yield from node.paths(kept, data, above + b"/" + name)
 
 
 class Change(NamedTuple):
@@ -110,8 +108,10 @@ class Disk:
         if done.kind == "make":
             if node is None:
                 self._change(folder, None, name, Node(bytearray()))
-        elif done.kind in ("mkdir", "symlink"):
-            self._change(folder, None, name, Node(target=done.other if done.kind == "symlink" else None))
+        elif done.kind == "mkdir":
+            self._change(folder, None, name, Node())
+        elif done.kind == "symlink":
+            self._change(folder, None, name, Node(bytearray(done.other), done.other, is_link=True))
         elif done.kind == "unlink":
             self._change(folder, name, None, folder.names[name])
         elif done.kind == "rename":

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from itertools import chain, zip_longest
 from multiprocessing.connection import Connection
@@ -58,13 +58,13 @@ class Worker:
             problem = f"it took longer than {minutes} minutes"
         except (EOFError, OSError):
             problem = "the process that ran it has died"
-        self.end()
+        self.close()
         return Result(problems=(problem,))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill the process, and all that it started."""
-        if self._process and self._process.pid and psutil.pid_exists(self._process.pid):
-            process = psutil.Process(self._process.pid)
+        if self._process:
+            process = psutil.Process(self._process.pid)  # until it is joined there is one, if dead
             for one in [*process.children(recursive=True), process]:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
@@ -121,8 +121,8 @@ def main(words: Sequence[str] | None = None) -> int:
     names = options.row or (names if few else [*ROWS])
     print(f"commit {_commit()}", file=sys.stderr)
     began, results = time.monotonic(), dict[str, Result]()
-    with TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
-        worker = Worker(Path(folder), few=few)
+    temporary = TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True)
+    with temporary as folder, closing(Worker(Path(folder), few=few)) as worker:
         for name in names:
             at = time.monotonic()
             # A busy machine takes longer than expected, and so it will for this row.
@@ -135,13 +135,10 @@ def main(words: Sequence[str] | None = None) -> int:
             print(took, *results[name].problems, sep="\n", file=sys.stderr, flush=True)
             if options.write:
                 PAGE.write_text(page({name: cells(results[name])}))
-        worker.end()
     print(HEAD + "\n".join(f"| {name} | {ROWS[name].promise} | {cells(result)}" for name, result in results.items()))
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    took = f"{(time.monotonic() - began) / 60:.0f} minutes"
-    print(
-        f"\n{time.strftime('%Y-%m-%d')}, commit {_commit()}, {os.cpu_count()} × {model[1] if model else 'CPU'}, {took}"
-    )
+    machine, minutes = f"{os.cpu_count()} × {model[1] if model else 'CPU'}", (time.monotonic() - began) / 60
+    print(f"\n{time.strftime('%Y-%m-%d')}, commit {_commit()}, {machine}, {minutes:.0f} minutes")
     left = [name for name in names if name not in results]
     print(f"Not run: {', '.join(left)}" if left else "All were run.")
     return int(any(result.problems for result in results.values()))
