@@ -36,8 +36,8 @@ NOT_RUN = " | | not run | |"
 
 
 class Worker:
-    """Runs rows in a process that keeps a Bench. If a row takes too long, the process is killed with all that it
-    started, and the next row gets a new one."""
+    """Runs rows in a process that keeps a Bench. If a row fails or takes too long, the process is killed with all that
+    it started, and the next row gets a new one."""
 
     def __init__(self, folder: Path, *, few: bool) -> None:
         self._folder, self._few = folder, few
@@ -49,17 +49,14 @@ class Worker:
             self._process = ForkProcess(target=_serve, args=(theirs, self._folder, self._few))
             self._process.start()
             theirs.close()
-        minutes = ROWS[name].minutes
-        try:
+        result, minutes = Result(problems=("the process that ran it has died",)), ROWS[name].minutes
+        with suppress(EOFError, OSError):
             self._pipe.send(name)
-            if self._pipe.poll(minutes * 60):
-                result: Result = self._pipe.recv()
-                return result
-            problem = f"it took longer than {minutes} minutes"
-        except (EOFError, OSError):
-            problem = "the process that ran it has died"
-        self.close()
-        return Result(problems=(problem,))
+            is_over = self._pipe.poll(minutes * 60)
+            result = self._pipe.recv() if is_over else Result(problems=(f"it took longer than {minutes} minutes",))
+        if result.problems:
+            self.close()
+        return result
 
     def close(self) -> None:
         """Kill the process, and all that it started."""
