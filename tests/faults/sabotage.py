@@ -315,10 +315,16 @@ def slow_flushes(rank: int, *, seconds: float) -> None:
     os.fsync = lambda descriptor: (time.sleep(seconds), flush(descriptor))[1]
 
 
-def wrong_clock(rank: int, *, at: int, on_rank: int, seconds: float) -> None:
-    """From data step `at` on the time of day of one rank is wrong by so many seconds."""
+def wrong_clock(rank: int, *, at: int, on_rank: int, seconds: float, pause_seconds: float = 0.0) -> None:
+    """From data step `at` on, which takes `pause_seconds` more, the time of day of one rank is wrong by so many
+    seconds."""
     clock = time.time
-    _act_on_loss(rank == on_rank, at, lambda: setattr(time, "time", lambda: clock() + seconds))
+
+    def jump() -> None:
+        time.time = lambda: clock() + seconds
+        time.sleep(pause_seconds)
+
+    _act_on_loss(rank == on_rank, at, jump)
 
 
 def killed_within(rank: int, *, begins: str, ends: str, number: int, seconds: list[float]) -> None:
