@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from bench import ENGINES, Bench, ForkedRuns, Result, arguments, collected
 from disk_record import Operation, read_operations, tracer
@@ -47,16 +48,11 @@ KINDS = {
 }
 
 
-@dataclass
-class Record:
-    """A run's file operations, below `root`; its folder is `root/run`."""
+class Record(NamedTuple):
+    """The file operations on a run's folder, `root/run`, and on its log, which is elsewhere below `root`."""
 
     root: Path
     operations: list[Operation]
-
-    def is_of_run(self, done: Operation) -> bool:
-        run = os.fsencode(self.root / "run")
-        return done.path.startswith(run + b"/") or (done.path == run and done.kind == "fsync")
 
 
 @dataclass
@@ -85,14 +81,17 @@ def record(engine: str, root: Path) -> Record:
         in_background = str(engine == "fsdp").lower()
         command = arguments(root / "run", engine, **SETTINGS, training__async_save=in_background)
         runs.run(command, ranks=2).ended_with(0)
-    recorded = Record(root, read_operations(root / "trace", root))
+    run, disk, operations = os.fsencode(root / "run"), Disk(root / "run"), list[Operation]()
+    for done in read_operations(root / "trace", root):
+        is_of_log = done.path.endswith(b".log")
+        if is_of_log or done.path.startswith(run + b"/") or (done.path == run and done.kind == "fsync"):
+            operations.append(done)
+            if not is_of_log:
+                disk.apply(done)
     (root / "trace").unlink()
-    disk = Disk(root / "run")
-    for done in filter(recorded.is_of_run, recorded.operations):
-        disk.apply(done)
     disk.now().write(root / "replayed")  # the record is complete
     subprocess.run(["diff", "-r", "--no-dereference", root / "run", root / "replayed"], check=True)
-    return recorded
+    return Record(root, operations)
 
 
 def replay(recorded: Record, *, window: bool = False, without: bytes | None = None) -> Verdict:
@@ -111,7 +110,6 @@ def replay(recorded: Record, *, window: bool = False, without: bytes | None = No
                 announced_exports |= {name.decode() for name in named}
                 if window and announced_step == WINDOW_STEP:
                     break
-            if not recorded.is_of_run(done):
                 continue
             if without and done.kind == "fsync" and re.search(without, done.path):
                 is_inside = True
