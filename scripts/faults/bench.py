@@ -120,10 +120,9 @@ class Disturbed:
         kept = bench.new_folder()
         try:
             return self._meet(bench, engine, kept)
-        except Unavailable as why:
-            return Result(skipped=str(why))
         except Exception as error:
-            return Result(problems=(f"{engine}: {type(error).__name__}: {error}",))
+            error.add_note(f"under {engine}, with {self.faults}")
+            raise
         finally:
             shutil.rmtree(kept, ignore_errors=True)
 
@@ -182,10 +181,9 @@ class Kills:
             kill = self._fault(self.number, (after, after + rng.uniform(-0.02, 0.02)))
             engine, settings = ways[number]
             row = replace(self.rest, faults=[*self.rest.faults, kill], codes=(), settings=settings)
-            result = row.meet(bench, engine)
-            results.append(replace(result, problems=tuple(f"{after:.3f} s: {one}" for one in result.problems)))
+            results.append(row.meet(bench, engine))
         shown = collected(results)
-        return shown if shown.times else replace(shown, problems=(*shown.problems, "no kill came in time"))
+        return shown if shown.times else Result(problems=("no kill came in time",))
 
     def _fault(self, number: int, seconds: tuple[float, float]) -> dict[str, Any]:
         fault = {"kind": "killed_within", "begins": self.begins, "ends": self.ends}

@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
-from bench import ROOT, Bench, Result
+from bench import ROOT, Bench, Result, Unavailable
 from rows import GROUPS
 
 PAGE = ROOT / "docs" / "faults.md"
@@ -74,9 +74,12 @@ def _serve(pipe: Connection, folder: Path, few: bool) -> None:
     while True:
         name = pipe.recv()
         try:
-            pipe.send(ROWS[name].run(bench))
+            result = ROWS[name].run(bench)
+        except Unavailable as why:
+            result = Result(skipped=str(why))
         except Exception as error:
-            pipe.send(Result(problems=(f"{type(error).__name__}: {error}\n{traceback.format_exc()}",)))
+            result = Result(problems=(f"{type(error).__name__}: {error}\n{traceback.format_exc()}",))
+        pipe.send(result)
 
 
 def cells(result: Result) -> str:
