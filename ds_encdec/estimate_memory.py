@@ -3,8 +3,7 @@
     python -m ds_encdec.estimate_memory [--config X] [--model ID_OR_DIR] [--gpus 8] [--nodes 1] [--gpu h100-80gb]
 
 Without arguments, the default run on 8 x a100-80gb. docs/estimate-memory.md explains the table and its formulas.
-Neither torch nor the network is needed.
-"""
+Neither torch nor the network is needed."""
 
 import argparse
 import json

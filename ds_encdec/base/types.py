@@ -3,8 +3,7 @@
     text ─ sources ─► Document ─ tokenizer, ul2 ─► Example ─ packing, collate ─► Batch
          ─ engine ─► LossSum, StepResult ─ monitor ─► metrics ─ checkpoint ─► TrainingState
 
-Torch is imported for type checkers alone, so that `--help` and configuration errors never wait for it.
-"""
+Torch is imported for type checkers alone, so that `--help` and configuration errors never wait for it."""
 
 from __future__ import annotations
 
@@ -202,8 +201,7 @@ class StepResult:
     `grad_norm`: float32 scalar tensor, global L2 norm before clipping. `learning_rate`: of this step (the first
     parameter group's). `extra`: other measurements of the engine by metric name (docs/metrics.md): float32 scalars on
     its device, with the same names on every rank. Their mean over the ranks, and over the interval's applied steps, is
-    logged without further code.
-    """
+    logged without further code."""
 
     applied: bool
     grad_norm: Tensor
@@ -224,8 +222,7 @@ class TrainingState:
     of them, `long_rows` likewise those that were too long, and left out or cut off.
 
     A rollback takes `global_step` and all that belongs to the weights back to the checkpoint's; counts of consumed data
-    (`data_step`, tokens, epoch) go on.
-    """
+    (`data_step`, tokens, epoch) go on."""
 
     global_step: int = 0
     data_step: int = 0

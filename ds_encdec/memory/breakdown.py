@@ -11,12 +11,10 @@ def power_of_two(num_bytes: float) -> float:
 
 
 class Breakdown(NamedTuple):
-    """Bytes on one device by use.
-
-    `master_weights`: the optimizer's, in float32. `activations`: kept for the backward pass, or one layer's work.
-    `logits`: a chunk, its gradients, and the head's buffers. `communication`: reduction buckets and gathered
-    parameters. `framework`: CUDA context, workspaces and fragmentation; on a CPU the process's libraries.
-    """
+    """Bytes on one device by use. `master_weights`: the optimizer's, in float32. `activations`: kept for the backward
+    pass, or one layer's work. `logits`: a chunk, its gradients, and the head's buffers. `communication`: reduction
+    buckets and gathered parameters. `framework`: CUDA context, workspaces and fragmentation; on a CPU the process's
+    libraries."""
 
     weights: float = 0.0
     master_weights: float = 0.0
@@ -66,15 +64,12 @@ class Count(NamedTuple):
 
 
 class EngineMemory(NamedTuple):
-    """An engine's parameters, gradients and optimizer on one rank, in each part of a step.
-
-    `resting`: between two steps; the next four come on top. `forward`: at the end of the last micro-batch's forward
-    pass. `backward(done, unit)`: once its backward pass is through `done` parameters, at the worst moment of a
-    layer or embedding of `unit` ones, or `behind` it. `last_reduction`: after it, if gradients are not reduced
-    layer by layer. `step`: the worst of the optimizer's. `build`: all, while the engine is built.
-    `keeps_frozen_inputs`: products with frozen weights keep inputs that nothing needs. `sums_in_16_bits`:
-    micro-batches are added up in 16 bits.
-    """
+    """An engine's parameters, gradients and optimizer on one rank, in each part of a step. `resting`: between two
+    steps; the next four come on top. `forward`: at the end of the last micro-batch's forward pass. `backward(done,
+    unit)`: once its backward pass is through `done` parameters, at the worst moment of a layer or embedding of `unit`
+    ones, or `behind` it. `last_reduction`: after it, if gradients are not reduced layer by layer. `step`: the worst of
+    the optimizer's. `build`: all, while the engine is built. `keeps_frozen_inputs`: products with frozen weights keep
+    inputs that nothing needs. `sums_in_16_bits`: micro-batches are added up in 16 bits."""
 
     backward: Callable[[Count, Count], Breakdown]
     resting: Breakdown = Breakdown()

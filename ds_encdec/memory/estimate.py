@@ -8,8 +8,7 @@ Formulas here cover only attention on a GPU without a flash kernel, which no tra
 Symbols (docs/memory.md explains the terms): `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk
 of the loss; `m` keys of the longest document under merged attention; `s` segments of a flash kernel. `H`, `I`, `V`
 hidden and intermediate size and rows of the vocabulary; `h`, `k` query and key/value heads, `d` their width; `Q` = h·d,
-`K` = k·d; `r` rank of adapters.
-"""
+`K` = k·d; `r` rank of adapters."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -100,10 +99,8 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
 
 
 def _generation(job: Job) -> Breakdown:
-    """Return the bytes of generating in an evaluation: a whole copy of the model, and caches of keys and values.
-
-    Until its first step is over an aligned model keeps the encoder's states at all heights, for any number of beams.
-    """
+    """Return the bytes of generating in an evaluation: a whole copy of the model, and caches of keys and values. Until
+    its first step is over an aligned model keeps the encoder's states at all heights, for any number of beams."""
     training, sizes, length = job.config.training, job.sizes, job.longest_document[0]
     settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
     row = settings.num_beams * (length + settings.max_new_tokens)
@@ -228,12 +225,10 @@ class MicroBatch:
         return max(kept, 0.0) * self._has_frozen_encoder
 
     def _scores(self, side: Side) -> tuple[float, float]:
-        """Return the bytes that attention without a flash kernel keeps, and those of its backward pass.
-
-        Documents are assumed to have their maximum length. Each keeps its softmax, keys and values at full width, and
-        with dropout the mask and its result. Three float32 scores of one document exist at a time, and gradients of
-        queries, keys and values as wide as the queries. A CPU computes all this in float32.
-        """
+        """Return the bytes that attention without a flash kernel keeps, and those of its backward pass. Documents are
+        assumed to have their maximum length. Each keeps its softmax, keys and values at full width, and with dropout
+        the mask and its result. Three float32 scores of one document exist at a time, and gradients of queries, keys
+        and values as wide as the queries. A CPU computes all this in float32."""
         job, symbols, (queries, keys) = self._job, self._symbols, self._job.longest_document
         queries, keys = (queries, queries) if side == "encoder" else (keys, queries + keys)
         heads, tokens, dtype = job.sizes.num_attention_heads, symbols[side[0].upper()], job.compute_bytes

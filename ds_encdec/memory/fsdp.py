@@ -2,8 +2,7 @@
 
 Each layer is a group that is gathered and reduced at once; the root group has the rest, above all the embedding, and is
 reduced last. Every term names the place in torch/distributed/fsdp/_fully_shard/ that makes the tensor. Gathered
-parameters count as `weights` if they stay from the forward to the backward pass, else (zero3) as `communication`.
-"""
+parameters count as `weights` if they stay from the forward to the backward pass, else (zero3) as `communication`."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -45,9 +44,7 @@ def fsdp_memory(job: Job) -> EngineMemory:
 
 class _Group(NamedTuple):
     """Parameters of a group, or its trained ones: in the model, on the first rank (which has the most), and gathered.
-
-    Parts are padded to the first one's size, gathered ones included (_fsdp_param.py, padded_sharded_param_size).
-    """
+    Parts are padded to the first one's size, gathered ones included (_fsdp_param.py, padded_sharded_param_size)."""
 
     parameters: float
     shard: float
@@ -55,16 +52,14 @@ class _Group(NamedTuple):
 
 
 class _Sharding:
-    """The job's parameters on the mesh of config/shares.py, `replicas` × `shards` ranks.
-
-    `layers`: number of groups beside the root's; `units`, `in_layers`: their parameters, and the sum. `layer` (the
-    mean), `root`: groups of all parameters; `trained_layer`, `trained_root`: of those with gradients. `trained_shard`,
-    `frozen_shard`: parameters on the rank. `matrices`: those of `Job.stepped_matrices`. `gathered_layer`: bytes.
-    `quantized`: bytes of 4-bit matrices, which every rank has whole. `frees_layers`: layers free gathered parameters
-    before the backward pass. `accumulates`: earlier micro-batches have left gradients; `accumulates_whole`: unreduced
-    ones. `offloads`: states are on the host; `keeps_gradients`: reduced gradients stay in the same memory. `clones`:
-    gloo copies what it scatters (_reduce_scatter_tensor_coalesced).
-    """
+    """The job's parameters on the mesh of config/shares.py, `replicas` × `shards` ranks. `layers`: number of groups
+    beside the root's; `units`, `in_layers`: their parameters, and the sum. `layer` (the mean), `root`: groups of all
+    parameters; `trained_layer`, `trained_root`: of those with gradients. `trained_shard`, `frozen_shard`: parameters on
+    the rank. `matrices`: those of `Job.stepped_matrices`. `gathered_layer`: bytes. `quantized`: bytes of 4-bit
+    matrices, which every rank has whole. `frees_layers`: layers free gathered parameters before the backward pass.
+    `accumulates`: earlier micro-batches have left gradients; `accumulates_whole`: unreduced ones. `offloads`: states
+    are on the host; `keeps_gradients`: reduced gradients stay in the same memory. `clones`: gloo copies what it
+    scatters (_reduce_scatter_tensor_coalesced)."""
 
     def __init__(self, job: Job) -> None:
         infra = job.config.infra
@@ -141,9 +136,8 @@ class _Sharding:
 
     def held_gradients(self, layers_done: float) -> float:
         """Return the gradients on the device once the last micro-batch has reduced some, without the running layer's.
-
-        Earlier ones are whole (unsharded_accumulated_grad), or not yet summed over replicas (_partial_reduce_output).
-        """
+        Earlier ones are whole (unsharded_accumulated_grad), or not yet summed over replicas
+        (_partial_reduce_output)."""
         reduced = layers_done * self.trained_layer.shard
         if self.accumulates_whole:
             whole = self.job.trainable_parameters - layers_done * self.trained_layer.parameters

@@ -1,8 +1,7 @@
 """GPUs by name: their usable memory and their speed.
 
 A GPU offers less memory than its name says: an "80 GB" H100 has 79.1 GiB. The sizes are torch's total capacity, as in
-out-of-memory messages; drivers differ by some hundredths of a GiB. The estimate counts the CUDA context in it.
-"""
+out-of-memory messages; drivers differ by some hundredths of a GiB. The estimate counts the CUDA context in it."""
 
 import glob
 import re
@@ -77,10 +76,8 @@ def has_gpu() -> bool:
 
 
 def grow_segments(environ: MutableMapping[str, str]) -> None:
-    """Make torch's allocator grow its segments, against fragmentation, unless the user has set the variable.
-
-    Torch reads it at its import, or at the latest with the first tensor on a GPU.
-    """
+    """Make torch's allocator grow its segments, against fragmentation, unless the user has set the variable. Torch
+    reads it at its import, or at the latest with the first tensor on a GPU."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -109,9 +106,7 @@ def parse_bytes(text: str) -> int | None:
 
 def peak_flops(device_name: str) -> float | None:
     """Return the dense bf16 peak in FLOP/s of a device as `torch.cuda.get_device_name()` names it; None if unknown.
-
-    Rows match whole words (an "A10G" is no A10), and the longest wins: PCIe and NVL cards are slower than SXM ones.
-    """
+    Rows match whole words (an "A10G" is no A10), and the longest wins: PCIe and NVL cards are slower than SXM ones."""
     matches = [row for row in _ROWS if f" {row[0]} " in f" {device_name.replace('-', ' ')} "]
     tflops = max(matches, key=lambda row: len(row[0]))[1] if matches else None
     return tflops and tflops * 1e12

@@ -114,10 +114,8 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rank's share of a training step: the configuration, the model's sizes, and the mesh.
-
-    Tokens are a micro-batch's, padding included. `emulates_bf16`: it is multiplied in float32 (model/precision.py).
-    """
+    """One rank's share of a training step: the configuration, the model's sizes, and the mesh. Tokens are a
+    micro-batch's, padding included. `emulates_bf16`: it is multiplied in float32 (model/precision.py)."""
 
     config: FullConfig
     sizes: Sizes
@@ -197,10 +195,8 @@ def make_job(
     ratio: float | None = None,
     emulates_bf16: bool = False,
 ) -> Job:
-    """Return the job of a run. `ratio`: encoder per decoder token of its data; None: `assumed_ratio`.
-
-    Raises ConfigError for a pattern of `training.freeze` that matches nothing.
-    """
+    """Return the job of a run. `ratio`: encoder per decoder token of its data; None: `assumed_ratio`. Raises
+    ConfigError for a pattern of `training.freeze` that matches nothing."""
     steps = gradient_accumulation_steps or max(1, micro_batches_per_step(config, world_size) // world_size)
     ratio = assumed_ratio(config.data) if ratio is None else ratio
     budgets, own_sizes = token_budgets(config.data, config.training.micro_batch_size, ratio), Sizes.of(sizes)
@@ -232,11 +228,9 @@ def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
 
 
 def checkpoint_bytes_per_parameter(job: Job) -> float:
-    """Return a checkpoint's bytes per trained parameter; under Muon the mean over matrices and the rest.
-
-    They hold float32 weights and moments, and under ZeRO-0 to 2, if the engine `saves_compute_weights`, the weights
-    that layers compute with (in float32 under ZeRO-0 these are the same).
-    """
+    """Return a checkpoint's bytes per trained parameter; under Muon the mean over matrices and the rest. They hold
+    float32 weights and moments, and under ZeRO-0 to 2, if the engine `saves_compute_weights`, the weights that layers
+    compute with (in float32 under ZeRO-0 these are the same)."""
     stage = job.config.infra.sharding_stage
     only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
     weights = 0 if only_states or not ENGINES[job.engine].saves_compute_weights else job.compute_bytes

@@ -45,13 +45,11 @@ class Capacity:
 
 def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str, float]:
     """Return `allocated_gb`, `reserved_gb`, `max_allocated_gb`, `free_gb` and `total_gb` of `device`, in 1e9 bytes.
-
     None is the current GPU, or the CPU without one. On a GPU the first three come from torch's allocator (the maximum
     since the start or the last `clear_memory`), the last two from the driver, which counts other processes. On the CPU
     allocated and reserved are this process's resident memory, with its peak since it began; free and total are those of
     the machine, or of the control group (container, batch job) that limits it. Raises ConfigError if torch cannot use
-    the device.
-    """
+    the device."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -140,7 +138,6 @@ def estimate_model_memory(
     gradient_checkpointing: bool = True,
 ) -> dict[str, float]:
     """Return GB (1e9 bytes) of training a transformer on one device: `{model,optimizer,gradient,activation,total}_gb`.
-
     `dtype`: fp32 (float32); bf16 or fp16 (bfloat16, float16, half), in which weights and gradients take 2 bytes each
     and the optimizer updates these weights; bf16_mixed or fp16_mixed, in which it updates float32 master weights, whose
     4 bytes per parameter count in `optimizer_gb`. Moments do not depend on `dtype`. So 7e9 parameters with Adam take 14
@@ -150,8 +147,7 @@ def estimate_model_memory(
     Activations of `batch_size` sequences of `seq_length` tokens follow Korthikanti et al. (arXiv 2205.05198, equation 1
     and table 2): 34·s·b·h bytes per layer in 16 bit, attention scores not kept; with `gradient_checkpointing` each
     layer's input, 2·s·b·h. In float32 66 and 4: dropout masks are bytes in either. The logits and the recomputed layer
-    come on top. Raises ConfigError for any other value.
-    """
+    come on top. Raises ConfigError for any other value."""
     sizes = {"num_params": num_params, "batch_size": batch_size, "seq_length": seq_length}
     for name, value in {**sizes, "hidden_size": hidden_size, "num_layers": num_layers}.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not (0 < value < math.inf):
@@ -177,7 +173,6 @@ def auto_find_batch_size(
     model: torch.nn.Module, sample_batch_fn: Callable[[int], Any], start_batch_size: int = 32, min_batch_size: int = 1
 ) -> int:
     """Return the first of `start_batch_size`, its half, …, `min_batch_size` that runs forward and backward.
-
     `sample_batch_fn(size)` makes a batch on the model's device: a mapping (keyword arguments of the model), a sequence
     (positional ones), or one argument. The loss is the output's `.loss`, or the output itself if it is a tensor
     (summed). Optimizer states are not made: leave memory for them. A run of ds_encdec has
@@ -185,8 +180,7 @@ def auto_find_batch_size(
 
     Parameters stay as they are, and gradients are gone afterwards; buffers that the model changes (batch normalisation)
     and the random state have moved on. Raises OutOfMemoryError if even `min_batch_size` does not fit, ValueError for
-    wrong sizes, and the model's other errors.
-    """
+    wrong sizes, and the model's other errors."""
     if not 1 <= min_batch_size <= start_batch_size:
         given = f"start_batch_size={start_batch_size}, min_batch_size={min_batch_size}"
         raise ValueError(f"{given}: 1 <= min_batch_size <= start_batch_size must hold")

@@ -138,10 +138,8 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
 
 
 def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
-    """Estimate the worst moment of the run of `config` on each of `infra.num_gpus` GPUs (or CPU ranks) in `nodes`.
-
-    A micro-batch size of `auto` counts as its first try. Raises ConfigError.
-    """
+    """Estimate the worst moment of the run of `config` on each of `infra.num_gpus` GPUs (or CPU ranks) in `nodes`. A
+    micro-batch size of `auto` counts as its first try. Raises ConfigError."""
     config = shares.with_assumed_batch_size(config, config.infra.num_gpus)
     return estimate(planned_job(config, run_sizes(config), nodes))
 

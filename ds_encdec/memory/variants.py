@@ -1,8 +1,7 @@
 """Other settings of a job: their estimates, and the choice among those that fit.
 
 All choices follow one order (`_cost`): the recommendation is the first change that fits, the nearest settings are the
-first few that differ in kind. The mode of `training.activation_checkpointing: auto` is chosen here, too.
-"""
+first few that differ in kind. The mode of `training.activation_checkpointing: auto` is chosen here, too."""
 
 import itertools
 import json
@@ -176,9 +175,7 @@ def batches(job: Job) -> dict[int, Change]:
 
 def choose_recompute(job: Job, device_bytes: float, *, first: str | None = None) -> tuple[str, str]:
     """Return the fastest of `MODES` that fits devices of `device_bytes`, or `full`, and a clause about the choice.
-
-    `first` is taken if it fits, even if a faster one does. Modes that the engine or a setting excludes are skipped.
-    """
+    `first` is taken if it fits, even if a faster one does. Modes that the engine or a setting excludes are skipped."""
     limit_bytes, tried = device_bytes * (1 - HEADROOM), list[str]()
     if job.device == "cpu":
         return MODES[0], f"{RECOMPUTATION}=auto is {MODES[0]} on CPUs"
@@ -220,9 +217,7 @@ def faster(job: Job, fits: Fits) -> Variant | None:
 
 def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
     """Return the first `count` changes to `job` that need less and fit, or fewer; none includes all of an earlier one.
-
-    If these are too few, others follow that leave clearly more memory free.
-    """
+    If these are too few, others follow that leave clearly more memory free."""
     changes = sorted(_smaller(job), key=lambda change: _cost(job, change))
     found: list[Variant] = []
     for change in changes:
@@ -237,10 +232,8 @@ def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
 
 def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
     """Return the sort key of a change, the best first: its offloads, sums in 16 bits, time, and number of new values.
-
     Times are shares of a step's, assumed for the order only. A network between nodes is an order of magnitude slower. A
-    setting that does not exist may come anywhere, as it fits nowhere.
-    """
+    setting that does not exist may come anywhere, as it fits nowhere."""
     other = changed(job, change)
     stage, training = other.config.infra.sharding_stage, other.config.training
     try:

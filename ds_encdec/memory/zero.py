@@ -1,8 +1,7 @@
 """Memory of DeepSpeed 0.19.8 on a rank for parameters, gradients and optimizer, in each part of a step.
 
 Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
-stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). docs/memory.md has tables.
-"""
+stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). docs/memory.md has tables."""
 
 from collections import Counter
 from functools import lru_cache, partial
@@ -59,11 +58,10 @@ def swapped_bytes(job: Job) -> float:
 
 
 class _Settings:
-    """One rank's share of a run under DeepSpeed, in the terms of its source. Sizes are elements.
-
-    `weight`, `accumulation`, `communication`, `master`, `moment`: bytes of a number of the parameters, the accumulated
-    gradients, the gradients in a collective, the optimizer's weights, and each moment. `each`: of the gradients in a
-    `bucket`; `reduced`: of their flat copies in allreduce_bucket. `overlaps`: reductions run beside the backward pass.
+    """One rank's share of a run under DeepSpeed, in the terms of its source. Sizes are elements. `weight`,
+    `accumulation`, `communication`, `master`, `moment`: bytes of a number of the parameters, the accumulated gradients,
+    the gradients in a collective, the optimizer's weights, and each moment. `each`: of the gradients in a `bucket`;
+    `reduced`: of their flat copies in allreduce_bucket. `overlaps`: reductions run beside the backward pass.
     `accumulates`: earlier micro-batches leave gradients. `number`: the JSON's by key of `_DEFAULTS`. `gathers_layers`:
     stage 3 gathers and reduces a layer at once (leaf_module).
 
@@ -71,8 +69,7 @@ class _Settings:
     `partition`: a rank's part of all and of the trained parameters (stage 3 cuts each of them, stages 1 and 2 each
     group). `states`: parameters in the rank's optimizer. `is_compact`: stages 1 and 2 accumulate the partition in
     float32 (_use_compact_grad_partition_buffer). `kept`: bytes of reduced gradients that stay on the device: that
-    partition, or else in full the parameters that it touches (`owned`, grads_in_partition).
-    """
+    partition, or else in full the parameters that it touches (`owned`, grads_in_partition)."""
 
     def __init__(self, job: Job) -> None:
         rendered = render_deepspeed_json(
@@ -178,11 +175,9 @@ def _owned(model: Parameters, ranks: int) -> int:
 
 
 def _replicated(s: _Settings) -> EngineMemory:
-    """Stage 0: torch's own optimizer in float32, else fp16/unfused_optimizer.py.
-
-    Also bf16_optimizer.py, stage 1 in bf16 that accumulates in float32: states are partitioned, and float32 gradients
-    of all parameters stay beside p.grad (fp32_groups_gradients_flat).
-    """
+    """Stage 0: torch's own optimizer in float32, else fp16/unfused_optimizer.py. Also bf16_optimizer.py, stage 1 in
+    bf16 that accumulates in float32: states are partitioned, and float32 gradients of all parameters stay beside p.grad
+    (fp32_groups_gradients_flat)."""
     gradients = float(s.weight * s.trainable)  # p.grad, until the step
     # engine.py allreduce_bucket: a flat copy, also on a single rank; two in two dtypes.
     reduced = min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest) * (s.reduced if s.is_bf16_optimizer else s.weight)
@@ -197,12 +192,10 @@ def _replicated(s: _Settings) -> EngineMemory:
 
 
 def _partitioned(s: _Settings) -> EngineMemory:
-    """Stages 1 and 2: zero/stage_1_and_2.py.
-
-    Stage 2 reduces every micro-batch's gradients as they come (partition_grads). Under stage 1 they stay whole, in
-    p.grad or p.grad_accum, until the last micro-batch: with overlap_comm they are reduced during its backward pass,
-    otherwise after it (reduce_gradients). In a bucket p.grad is a view of it.
-    """
+    """Stages 1 and 2: zero/stage_1_and_2.py. Stage 2 reduces every micro-batch's gradients as they come
+    (partition_grads). Under stage 1 they stay whole, in p.grad or p.grad_accum, until the last micro-batch: with
+    overlap_comm they are reduced during its backward pass, otherwise after it (reduce_gradients). In a bucket p.grad is
+    a view of it."""
     buckets, reduces_late = s.each * s.bucket * (1 + s.overlaps), s.stage == 1 and not s.overlaps  # setup_buckets
     accumulates_whole, accumulates_parts = (s.accumulates and s.stage == stage for stage in (1, 2))
     # The partition comes with the first reduction and stays; where it is not compact, each micro-batch makes one of its
@@ -330,10 +323,8 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
 
 
 def _host(s: _Settings) -> HostBreakdown:
-    """Return the offloaded states, and the copies for a background save: the mean of the first node's ranks.
-
-    Each rank saves its own states and, at stage 3, frozen weights (FROZEN_PARAM_FRAGMENTS); rank 0 saves whole ones.
-    """
+    """Return the offloaded states, and the copies for a background save: the mean of the first node's ranks. Each rank
+    saves its own states and, at stage 3, frozen weights (FROZEN_PARAM_FRAGMENTS); rank 0 saves whole ones."""
     on_gpu, on_node, infra = s.job.device != "cpu", s.job.ranks_per_node, s.job.config.infra
     states = parameters = save = 0.0
     if s.offloads_optimizer:
