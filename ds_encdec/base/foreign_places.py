@@ -59,7 +59,7 @@ def outside_tested_ranges() -> list[str]:
 
 
 # The ways to use a place. `read` and `write` are of fields, which may exist on objects alone.
-Use = Literal["call", "read", "write", "replace", "hide", "override"]
+Use = Literal["call", "read", "write", "replace", "override"]
 
 
 class Place(NamedTuple):
@@ -73,7 +73,7 @@ class Place(NamedTuple):
     @property
     def library(self) -> str:
         """The name of the library."""
-        return self.owner.partition(".")[0].partition(":")[0]
+        return re.split("[.:]", self.owner)[0]
 
     def is_there(self) -> bool:
         """Import the owner's module, and return whether the place exists. A field that only a built object has counts
@@ -109,23 +109,22 @@ _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _CUT = "deepspeed.runtime.zero.partition_parameters"
 _SWAP = "deepspeed.runtime.swap_tensor.optimizer_utils"
 _SCALER = "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler"
+_MODELING = "model/modeling.py"
+_BOTH = f"{_STAGE2} {_STAGE3}"
 
-_ROWS: tuple[tuple[str, Use, str, str], ...] = (
-    # The guard of a step.
-    (_STAGE3, "replace", _GATES, "_get_norm_groups unscale_and_clip_grads check_overflow"),
-    (_STAGE3, "hide", _GATES, "_update_scale"),
-    (_STAGE3, "call", _GATES, "get_param_id loss_scale"),
-    (_STAGE3, "read", _GATES, "fp16_groups norm_for_param_grads averaged_gradients fp32_partitioned_groups_flat"),
-    (_STAGE3, "read", _GATES, "clip_grad dp_process_group swap_optimizer"),
-    (_STAGE3, "write", _GATES, "overflow"),
+_ROWS: tuple[tuple[str, Use, str, str], ...] = (  # owners and names are separated by blanks
+    # The guard of a step, and streams that wait in the host's stead.
+    (_BOTH, "replace", _GATES, "unscale_and_clip_grads check_overflow _update_scale"),
+    (_BOTH, "replace", _GATES, "independent_gradient_partition_epilogue"),
+    (_BOTH, "call", _GATES, "get_param_id loss_scale"),
+    (_BOTH, "read", _GATES, "norm_for_param_grads averaged_gradients clip_grad dp_process_group"),
+    (_BOTH, "write", _GATES, "overflow"),
+    (_STAGE3, "replace", _GATES, "_get_norm_groups"),
+    (_STAGE3, "read", _GATES, "fp16_groups fp32_partitioned_groups_flat swap_optimizer reduce_and_partition_stream"),
     ("deepspeed.runtime.zero.stage3", "replace", _GATES, "combine_grad_norm_groups"),
-    (_STAGE2, "replace", _GATES, "scaled_global_norm unscale_and_clip_grads check_overflow"),
-    (_STAGE2, "replace", _GATES, "update_offload_overflow_tracker"),
-    (_STAGE2, "hide", _GATES, "_update_scale"),
-    (_STAGE2, "call", _GATES, "get_param_id loss_scale"),
-    (_STAGE2, "read", _GATES, "params_in_partition norm_for_param_grads averaged_gradients"),
-    (_STAGE2, "read", _GATES, "clip_grad dp_process_group cpu_offload"),
-    (_STAGE2, "write", _GATES, "overflow"),
+    (_STAGE2, "replace", _GATES, "scaled_global_norm update_offload_overflow_tracker"),
+    (_STAGE2, "replace", _GATES, "_wait_for_offload_copies _record_gradient_stream"),
+    (_STAGE2, "read", _GATES, "params_in_partition cpu_offload reduction_stream _pending_offload_events"),
     ("deepspeed.runtime.bf16_optimizer", "replace", _GATES, "get_global_norm_of_tensors"),
     ("deepspeed.runtime.fp16.unfused_optimizer", "replace", _GATES, "get_weight_norm"),
     (_UNFUSED, "read", _GATES, "overflow_checker"),
@@ -133,26 +132,18 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     (_ENGINE, "replace", _GATES, "clip_fp32_gradients"),
     (_ENGINE, "write", _GATES, "micro_steps global_steps skipped_steps"),
     (_ENGINE, "call", _GATES, "was_step_applied"),
-    ("torch", "call", _GATES, "_foreach_norm"),
-    # Streams that wait in the host's stead.
-    (_STAGE3, "replace", _GATES, "independent_gradient_partition_epilogue"),
-    (_STAGE3, "read", _GATES, "reduce_and_partition_stream"),
-    (_STAGE2, "replace", _GATES, "independent_gradient_partition_epilogue _wait_for_offload_copies"),
-    (_STAGE2, "replace", _GATES, "_record_gradient_stream"),
-    (_STAGE2, "read", _GATES, "reduction_stream _pending_offload_events"),
     (f"{_CUT}:NoGatherCoalescedHandle", "replace", _GATES, "wait"),
-    ("deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator", "replace", _GATES, "synchronize"),
-    ("deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator", "replace", _GATES, "resolves_data_dependency"),
+    ("deepspeed.accelerator:DeepSpeedAccelerator", "replace", _GATES, "synchronize resolves_data_dependency"),
+    ("torch", "call", _GATES, "_foreach_norm"),
     # The tensors that a rank holds.
+    (_BOTH, "read", _TENSORS, "averaged_gradients loss_scaler"),
     (_STAGE3, "read", _TENSORS, "fp32_partitioned_groups_flat fp16_groups grad_partitions_flat_buffer"),
-    (_STAGE3, "read", _TENSORS, "averaged_gradients loss_scaler"),
     (_STAGE3, "call", _TENSORS, "checkpoint_event_prologue checkpoint_event_epilogue"),
     (_STAGE3, "call", _TENSORS, "_reassign_or_swap_out_partitioned_parameters"),
-    (_STAGE2, "read", _TENSORS, "single_partition_of_fp32_groups bit16_groups averaged_gradients loss_scaler"),
+    (_STAGE2, "read", _TENSORS, "single_partition_of_fp32_groups bit16_groups"),
     (_STAGE2, "read", _TENSORS, "all_grad_tensors grads_in_partition accumulated_grads_in_cpu grad_accum"),
-    (_STAGE2, "call", _TENSORS, "update_lp_params"),
     (_BF16, "read", _TENSORS, "fp32_groups_flat_partition bf16_groups fp32_groups_gradients_flat"),
-    (_BF16, "call", _TENSORS, "update_lp_params"),
+    (f"{_STAGE2} {_BF16}", "call", _TENSORS, "update_lp_params"),
     (_UNFUSED, "read", _TENSORS, "fp32_groups fp16_groups"),
     (_UNFUSED, "call", _TENSORS, "refresh_fp32_params"),
     (_CUT, "read", _TENSORS, "ds_numel ds_tensor ds_shape"),
@@ -160,16 +151,15 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("deepspeed.utils.mixed_precision_linkage", "read", _TENSORS, "_hp_mapping"),
     ("deepspeed.utils.tensor_fragment:tensor_fragment", "read", _TENSORS, "lp_fragment_address hp_fragment_address"),
     ("deepspeed.utils.tensor_fragment:fragment_address", "read", _TENSORS, "numel start"),
-    (_ENGINE, "call", _TENSORS, "_get_zero_frozen_param_attributes _get_param_shape_func"),
-    (_ENGINE, "call", _TENSORS, "zero_optimization_stage"),
+    (_ENGINE, "call", _TENSORS, "_get_zero_frozen_param_attributes _get_param_shape_func zero_optimization_stage"),
     (_ENGINE, "read", _TENSORS, "basic_optimizer global_rank dp_world_size param_names"),
     (_SCALER, "write", _TENSORS, "cur_scale cur_iter last_overflow_iter cur_hysteresis"),
     (_SCALER, "read", _TENSORS, "delayed_shift"),
     # Saves and resumes.
-    (_ENGINE, "write", _ZERO, "checkpoint_engine"),
-    (_ENGINE, "hide", _ZERO, "_copy_recovery_script zero_nvme_offload_optimizer"),
-    (_ENGINE, "call", _ZERO, "_copy_recovery_script zero_optimization_stage"),
+    (_ENGINE, "replace", _ZERO, "_copy_recovery_script zero_nvme_offload_optimizer"),
+    (_ENGINE, "call", _ZERO, "zero_optimization_stage"),
     (_ENGINE, "read", _ZERO, "basic_optimizer"),
+    (_ENGINE, "write", _ZERO, "checkpoint_engine"),
     (_ENGINE, "write", _ZERO, "param_names micro_steps global_steps skipped_steps global_samples"),
     ("torch.nn.functional", "replace", _ZERO, "linear"),
     ("torch.optim.lr_scheduler:LambdaLR", "write", _ZERO, "last_epoch _step_count _last_lr"),
@@ -195,16 +185,15 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("torch.utils.tensorboard.writer:SummaryWriter", "call", "monitor/sinks.py", "_get_file_writer"),
     # transformers, peft, datasets.
     ("transformers.initialization", "call", "engine/sharded_engine.py", "no_init_weights"),
-    ("transformers:PreTrainedModel", "override", "model/modeling.py", "_skip_keys_device_placement _tied_weights_keys"),
+    ("transformers:PreTrainedModel", "override", _MODELING, "_skip_keys_device_placement _tied_weights_keys"),
     ("transformers:PreTrainedModel", "override", "model/encoder.py", "_input_embed_layer _no_split_modules"),
     ("transformers:PreTrainedModel", "override", "model/encoder.py", "_supports_sdpa"),
-    ("transformers:GenerationMixin", "override", "model/modeling.py", "_valid_auto_compile_criteria"),
-    ("transformers:GenerationMixin", "override", "model/modeling.py", "_update_model_kwargs_for_generation"),
-    ("transformers.masking_utils", "hide", "model/modeling.py", "create_masks_for_generate"),
-    ("transformers:EncoderDecoderCache", "read", "model/modeling.py", "is_updated cross_attention_cache"),
-    ("transformers:EncoderDecoderCache", "read", "model/modeling.py", "self_attention_cache"),
-    ("transformers.cache_utils:Cache", "read", "model/modeling.py", "layers offloading"),
-    ("transformers.cache_utils:CacheLayerMixin", "read", "model/modeling.py", "keys values"),
+    ("transformers:GenerationMixin", "override", _MODELING, "_valid_auto_compile_criteria"),
+    ("transformers:GenerationMixin", "override", _MODELING, "_update_model_kwargs_for_generation"),
+    ("transformers.masking_utils", "replace", _MODELING, "create_masks_for_generate"),
+    ("transformers:EncoderDecoderCache", "read", _MODELING, "is_updated cross_attention_cache self_attention_cache"),
+    ("transformers.cache_utils:Cache", "read", _MODELING, "layers offloading"),
+    ("transformers.cache_utils:CacheLayerMixin", "read", _MODELING, "keys values"),
     ("transformers.utils.chat_template_utils", "call", "data/examples/sft.py", "render_jinja_template"),
     ("torch.nn:Linear", "write", "model/lora.py", "__class__"),
     ("peft.tuners.lora.layer:LoraLayer", "read", "model/lora.py", "lora_A lora_B"),
@@ -212,7 +201,12 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("datasets:BuilderConfig", "read", "data/sources/tables.py", "data_files"),
 )
 
-PLACES = tuple(Place(owner, name, use, user) for owner, use, user, names in _ROWS for name in names.split())
+PLACES = tuple(
+    Place(owner, name, use, user)
+    for owners, use, user, names in _ROWS
+    for owner in owners.split()
+    for name in names.split()
+)
 _BY_NAME = {name: [place for place in PLACES if place.name == name] for name in {place.name for place in PLACES}}
 _MISSING = object()
 # Owner and name → the original, and its replacements, the last one in force. They leave in any order.
@@ -248,7 +242,7 @@ def _require(owner: Any, name: str, uses: tuple[Use, ...]) -> None:
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
     """Replace `owner.name`, of an object, class or module, by `new` inside. Raises ConfigError if it is missing."""
-    _require(owner, name, ("replace", "hide", "write"))
+    _require(owner, name, ("replace", "write"))
     key, layer = (id(owner), name), [new]
     layers = _layers.setdefault(key, [[vars(owner).get(name, _MISSING)]])
     layers.append(layer)

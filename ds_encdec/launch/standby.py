@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import psutil
 
@@ -27,7 +26,7 @@ from ds_encdec.launch.preemption import SHELL, STOP_SIGNALS, end_process, is_ali
 
 _MOST_RESTARTS, _RESTARTS = "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"  # which torchrun sets
 SWITCH = "DS_ENCDEC_STANDBY"  # the user's: 0 starts none
-_STANDS_BY = "DS_ENCDEC_STANDS_BY"  # set in a standby
+_STANDS_BY = "DS_ENCDEC_STANDS_BY"  # set in a standby: whose it is, its address, and what it imports
 _PACKAGES = ("ds_encdec", "deepspeed")  # whose modules a standby imports, with all that those import
 _POLL_SECONDS = 1.0
 
@@ -35,8 +34,8 @@ _POLL_SECONDS = 1.0
 def run_rank(program: Callable[[], int]) -> int:
     """Run `program`, which reads `sys.argv`, as this process's rank, and return its exit code. A standby runs it
     instead if one is ready; a process that is a standby waits for its rank first."""
-    if os.environ.pop(_STANDS_BY, None):
-        shell = _stand_by()
+    if order := os.environ.pop(_STANDS_BY, None):
+        shell = _stand_by(**json.loads(order))
         code = program()
         sys.stdout.flush()
         with suppress(OSError):
@@ -54,19 +53,12 @@ def keep_standby(script: str, has_stepped: Callable[[], bool]) -> None:
         while not has_stepped():
             time.sleep(_POLL_SECONDS)
         modules = [name for name in list(sys.modules) if name.partition(".")[0] in _PACKAGES]
-        environment = {name: value for name, value in os.environ.items() if name != SHELL}
-        with suppress(OSError):
-            standby = subprocess.Popen(
-                ["setsid", "--fork", sys.executable, script],  # no child of the rank, which may kill its own
-                env=environment | {_STANDS_BY: "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            assert standby.stdin is not None
-            with standby.stdin as stream:
-                json.dump({"torchrun": _torchrun().pid, "address": _address(), "modules": modules}, stream)
+        order = json.dumps({"torchrun": _torchrun().pid, "address": _address(), "modules": modules})
+        environment = {name: value for name, value in os.environ.items() if name != SHELL} | {_STANDS_BY: order}
+        with suppress(OSError), open(os.devnull, "r+") as nothing:
+            # No child of the rank, which may kill its own.
+            command = ["setsid", "--fork", sys.executable, script]
+            subprocess.run(command, env=environment, stdin=nothing, stdout=nothing, stderr=nothing, check=False)
 
     is_wanted = os.environ.get(SWITCH) != "0"
     if is_wanted and int(os.environ.get(_MOST_RESTARTS, "0")) > int(os.environ.get(_RESTARTS, "0")):
@@ -90,35 +82,28 @@ def _own_peer(connection: socket.socket) -> int:
     return pid if user == os.getuid() else 0
 
 
-def _stand_by() -> socket.socket:
-    """Import, wait for the rank, become it, and return the connection to its shell."""
-    order = json.load(sys.stdin)
-    torchrun = psutil.Process(order["torchrun"])
-    for name in order["modules"]:
+def _stand_by(torchrun: int, address: str, modules: list[str]) -> socket.socket:
+    """Import, wait for the rank, become it, and return the connection to its shell. Any error ends the process unheard:
+    another start's standby has the address, say."""
+    agent = psutil.Process(torchrun)
+    for name in modules:
         with suppress(Exception):
             importlib.import_module(name)
     with socket.socket(socket.AF_UNIX) as server:
-        try:
-            server.bind(order["address"])
-        except OSError:
-            os._exit(0)  # an earlier start's standby is in this place
+        server.bind(address)
         server.listen()
         server.settimeout(_POLL_SECONDS)
         while True:
             with suppress(TimeoutError, psutil.Error):
                 shell, _ = server.accept()
-                if (pid := _own_peer(shell)) and psutil.Process(pid).ppid() == torchrun.pid:
+                if (pid := _own_peer(shell)) and psutil.Process(pid).ppid() == torchrun:
                     break
-            if not is_alive(torchrun):
+            if not is_alive(agent):
                 os._exit(0)
     shell.settimeout(60.0)
-    text, streams, _, _ = socket.recv_fds(shell, 2**16, 3)
-    while not text.endswith(b"\n"):
-        if not (part := shell.recv(2**16)):
-            os._exit(0)
-        text += part
+    first, streams, _, _ = socket.recv_fds(shell, 1, 3)
+    rank = json.loads(first + shell.makefile("rb").readline())
     shell.settimeout(None)
-    rank = json.loads(text)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -143,8 +128,8 @@ def _pass_on() -> int | None:
         shell.connect(_address())
         if not _own_peer(shell):
             return None
-        rank: dict[str, Any] = {"arguments": sys.argv, "folder": os.getcwd()}
-        rank["environment"] = dict(os.environ) | {SHELL: str(os.getpid())}
+        environment = {**os.environ, SHELL: str(os.getpid())}
+        rank = {"arguments": sys.argv, "folder": os.getcwd(), "environment": environment}
         # Flushed by nobody else: this process has written nothing.
         socket.send_fds(shell, [json.dumps(rank).encode() + b"\n"], [0, 1, 2])
         replies = shell.makefile()

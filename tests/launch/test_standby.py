@@ -71,6 +71,6 @@ def _main_rank(run: Path) -> int:
 
 def _stands_by(process: psutil.Process) -> bool:
     try:
-        return process.environ().get("DS_ENCDEC_STANDS_BY") == "1" and process.ppid() != os.getpid()
+        return "DS_ENCDEC_STANDS_BY" in process.environ() and process.ppid() != os.getpid()
     except psutil.Error:
         return False
