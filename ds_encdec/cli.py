@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ds_encdec import estimate_memory, train
+from ds_encdec import train
 from ds_encdec.base.arguments import VERBOSITY, Parser, add
 from ds_encdec.base.terminal import interrupts_in_a_line, log_to_terminal, print_error, printable, reader_may_leave
 from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
@@ -25,7 +25,7 @@ GROUPS = {  # as `--help` lists them, in the order of the work
     "look": ("report", "compare", "verify", "generate", "evaluate"),
     "publish": ("export", "average"),
 }
-_ROWS = runs.VERBS | models.VERBS | {"train": train.VERB, "estimate-memory": estimate_memory.VERB}
+_ROWS = runs.VERBS | models.VERBS | {"train": train.VERB}
 VERBS = {name: _ROWS[name] for group in GROUPS.values() for name in group}
 
 

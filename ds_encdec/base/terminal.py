@@ -22,7 +22,6 @@ from ds_encdec.base.types import Interrupted, Preempted
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 _ERASED_LINE = "\r\x1b[K"
@@ -180,33 +179,25 @@ def take_over(name: str, harmless: Collection[str] = ()) -> None:
         library.propagate = True
 
 
-def print_marked(text: str, styles: Mapping[str, str]) -> None:
-    """Print `text`; on a terminal, what the regular expressions in `styles` match has that style."""
-    text = printable(text)
-    if is_terminal(sys.stdout):
-        console().print(_marked(text, styles), soft_wrap=True)
-    else:
-        print(text)
-
-
-def print_error(error: Exception) -> None:
-    """Print why the program ends, on standard error."""
-    text = printable(f"error: {error}")
-    if is_terminal(sys.stderr):
-        from rich.console import Console
-
-        Console(stderr=True).print(_marked(text, _STYLES_OF_ERRORS), soft_wrap=True)
-    else:
-        print(text, file=sys.stderr, flush=True)
-
-
-def _marked(text: str, styles: Mapping[str, str]) -> Text:
+def print_marked(text: str, styles: Mapping[str, str], *, is_error: bool = False) -> None:
+    """Print `text`, on standard error if it `is_error`. On a terminal, what the regular expressions in `styles` match
+    has that style."""
+    text, stream = printable(text), sys.stderr if is_error else sys.stdout
+    if not is_terminal(stream):
+        print(text, file=stream, flush=True)
+        return
+    from rich.console import Console
     from rich.text import Text
 
     marked = Text(text)
     for pattern, style in styles.items():
         marked.highlight_regex(pattern, style)
-    return marked
+    (Console(stderr=True) if is_error else console()).print(marked, soft_wrap=True)
+
+
+def print_error(error: Exception) -> None:
+    """Print why the program ends, on standard error."""
+    print_marked(f"error: {error}", _STYLES_OF_ERRORS, is_error=True)
 
 
 @contextmanager

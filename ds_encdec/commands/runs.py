@@ -20,10 +20,12 @@ from ds_encdec.config import shipped
 from ds_encdec.config.command_line import config_files, load
 from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder, read_stored_model
 from ds_encdec.evaluate.models import require_model_folder
-from ds_encdec.memory.gpus import has_gpu
+from ds_encdec.memory.gpus import DEFAULT_GPU, has_gpu
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
+
+FILE_COLUMNS = 120  # the width of a table that is not shown on a terminal
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -55,6 +57,23 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         notes.append(f"warning: infra.device=cuda{whose}, and this machine has no GPU: auto would take its CPU")
     named = show(str(options.config))[1:-1] if options.config else "the default configuration"
     terminal.print_text("\n".join([*notes, f"{named}: no problems found"]))
+
+
+def _estimate_memory(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from ds_encdec.memory.answer import as_json, estimate_tables, show
+    from ds_encdec.memory.question import read_request
+
+    request = read_request(options, overrides)
+    tables = estimate_tables(request)
+    if options.json:
+        print(json.dumps(as_json(request, tables), indent=2))
+        return
+    from rich.console import Console
+
+    console = Console() if sys.stdout.isatty() else Console(width=FILE_COLUMNS, no_color=True)
+    with console.capture() as written:
+        show(console, request, tables, everything=options.all)
+    print(*map(str.rstrip, written.get().splitlines()), sep="\n")
 
 
 def _init_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -270,6 +289,22 @@ VERBS = {
             "--hostfile": value("hosts and slots, as the deepspeed launcher reads them", Path),
             "--elsewhere": flag("for another machine: do not look for the files and folders it names"),
             "--schema": flag("print the JSON schema of configurations, for editors, and check nothing"),
+        },
+        takes_settings=True,
+    ),
+    "estimate-memory": Verb(
+        _estimate_memory,
+        "say what a run would hold in memory, whether it fits, and what to choose",
+        "ds-encdec estimate-memory my.yaml --gpus 8 --gpu h100-80gb",
+        {
+            **CONFIG_FILES,
+            "--model": value("a model, instead of the configuration's", metavar="ID_OR_DIR"),
+            "--gpus": value("GPUs in total (default infra.num_gpus)", int, metavar="N"),
+            "--nodes": value("machines they are in (default 1)", int, default=1, metavar="N"),
+            "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", metavar="NAME|SIZE"),
+            "--host-memory": value("memory of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
+            "--all": flag("show both engines, and the settings that do not exist"),
+            **JSON,
         },
         takes_settings=True,
     ),

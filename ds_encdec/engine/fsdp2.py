@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.base.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
 from ds_encdec.config.schedules import learning_rate
-from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.muon import build_sharded
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, ReplicaDigest, StagedSave, Veto, write_record
@@ -43,7 +43,6 @@ from ds_encdec.engine.user_code import kept_state
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
-from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained, detach_frozen, quantize_into, quantized_matrices
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -64,7 +63,11 @@ class FSDP2Engine(ShardedEngine):
         """Build the model, sharded from the start; every rank reads its own rows of `weights`. Raises ConfigError for a
         hybrid that does not divide the ranks, and on all ranks what any rank's `weights` raise."""
         super().__init__(config, context)
-        mesh = make_mesh(config.infra, context.world, context.device)
+        replicas, shards = mesh_shape(config.infra, context.world.world_size, context.world.local_world_size)
+        dimensions = {"replicate": replicas, "shard": shards}
+        if replicas == 1 and config.infra.sharding_stage != "zero0":
+            del dimensions["replicate"]  # all ranks shard the parameters
+        mesh = init_device_mesh(context.device.type, (*dimensions.values(),), mesh_dim_names=(*dimensions,))
         # A save may write states from a background thread, in this group.
         self._writers = context.collectives.background.group
         model = _build_model(config, model_config, mesh, context.device)
@@ -191,14 +194,6 @@ class FSDP2Engine(ShardedEngine):
             "gradients": [parameter.grad for parameter in shards],
             "optimizer": self.optimizer.state,
         }
-
-
-def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceMesh:
-    """Return the mesh of `mesh_shape`, without the replicating dimension if all ranks shard the parameters."""
-    replicas, shards = mesh_shape(infra, world.world_size, world.local_world_size)
-    if replicas == 1 and infra.sharding_stage != "zero0":
-        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _build_model(

@@ -23,7 +23,7 @@ from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, settings_restorer
 from ds_encdec.launch.startup_errors import startup_errors_shared
 from ds_encdec.launch.world import World
-from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName, EngineSpec
+from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName
 
 if TYPE_CHECKING:
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -36,8 +36,9 @@ def resolve_engine(config: FullConfig) -> EngineName:
     DeepSpeed if it is installed and supports the configuration, else FSDP2. Raises ConfigError if a needed DeepSpeed is
     not installed."""
     candidates = engine_candidates(config)
-    if (found := next(filter(_is_installed, candidates), None)) is not None:
-        return found.name
+    for engine in candidates:
+        if engine.package is None or importlib.util.find_spec(engine.package) is not None:
+            return engine.name
     package = candidates[0].package
     if config.infra.distributed_type != "auto":
         raise ConfigError(
@@ -166,10 +167,6 @@ def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullCo
 
 def _compiling(config: FullConfig, value: bool) -> FullConfig:
     return config.model_copy(update={"training": config.training.model_copy(update={"torch_compile": value})})
-
-
-def _is_installed(engine: EngineSpec) -> bool:
-    return engine.package is None or importlib.util.find_spec(engine.package) is not None
 
 
 def attention_kernel(config: FullConfig, device: torch.device, head_dim: int) -> tuple[str, bool]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from ds_encdec.base.foreign_places import check
 from ds_encdec.base.types import IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState, is_hidden_matrix
@@ -247,13 +248,8 @@ def masks_of(batch: Batch, seed: int) -> Iterator[None]:
 
 def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.device) -> Qwen3ForSeq2SeqLM:
     """Return the model, unfilled, in `dtype` on `device`. Leaves the random generators as they are."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with no_init_weights(), device:  # the caller fills every parameter
-            return Qwen3ForSeq2SeqLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    with local_torch_dtype(dtype), no_init_weights(), device:  # the caller fills every parameter
+        return Qwen3ForSeq2SeqLM(config)
 
 
 def unsharded_copy(

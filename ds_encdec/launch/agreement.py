@@ -8,6 +8,7 @@ import shlex
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -154,10 +155,5 @@ def ranks_in_words(ranks: Iterable[int], hosts: Ranks) -> str:
 
 def spans(ranks: Sequence[int]) -> str:
     """Return sorted ranks as `0-7, 12`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda place: place[1] - place[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

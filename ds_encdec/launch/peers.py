@@ -36,6 +36,10 @@ from ds_encdec.launch.world import World
 logger = logging.getLogger(__name__)
 
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
+# How long a rank that has lost a connection looks for the lost rank.
+SEARCH_SECONDS = 10.0
+# How long a rank may take to end by itself after another of its machine; launchers kill all 30 seconds after that.
+LEAVE_SECONDS = 20.0
 _BROKEN_NCCL = ("ncclRemoteError", "remote process exited", "NCCL communicator was aborted")
 
 
@@ -51,21 +55,10 @@ class Peer:
 
 class Peers:
     """The ranks of a run, each of which makes one; a context manager around all that they do together. `hosts`: the
-    ranks of each, `{"node0": "0-7"}`. `search_seconds`: how long a rank that has lost a connection looks for the lost
-    rank. `leave_seconds`: how long a rank may take to end by itself after another of its machine; launchers kill all 30
-    seconds after that."""
+    ranks of each, `{"node0": "0-7"}`."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        collectives: HostCollectives,
-        *,
-        search_seconds: float = 10.0,
-        leave_seconds: float = 20.0,
-        poll_seconds: float = 1.0,
-    ) -> None:
+    def __init__(self, run: RunFolder, collectives: HostCollectives) -> None:
         self._run = run
-        self._search_seconds, self._leave_seconds, self._poll_seconds = search_seconds, leave_seconds, poll_seconds
         own = Peer(collectives.rank, os.getpid(), socket.gethostname(), machine())
         self._all: list[Peer] = collectives.gather(own)
         self.hosts = {
@@ -90,7 +83,7 @@ class Peers:
         self._left.set()
 
     def explain(self, error: BaseException) -> DsEncDecError | None:
-        """Return the error to end with if `error` comes from a lost rank, or None; search `search_seconds` at most."""
+        """Return the error to end with if `error` comes from a lost rank, or None; search `SEARCH_SECONDS` at most."""
         if len(self._all) == 1 or not (is_broken_connection(error) or self._gone_here()):
             return None
 
@@ -98,7 +91,7 @@ class Peers:
             gone = self._gone_here()
             return self._recorded_end() or (LostRankError(_words(gone)) if gone else None)  # a rank records, then ends
 
-        if found := awaited(self._search_seconds, look):
+        if found := awaited(SEARCH_SECONDS, look):
             return found
         elsewhere = any(peer not in self._here for peer in self._all)
         gone = "one on another machine is gone" if elsewhere else "no rank is known to be gone"
@@ -113,14 +106,14 @@ class Peers:
         return end
 
     def _watch(self) -> None:
-        while not self._left.wait(self._poll_seconds):
+        while not self._left.wait(1.0):
             gone = self._gone_here()
             status = self._run.read_status() if gone else {}
             if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
                 continue  # it ended well, and recorded that
             if status.get("state") == "running":
                 self._record(_words(gone))
-            if not self._left.wait(self._leave_seconds):
+            if not self._left.wait(LEAVE_SECONDS):
                 self._record(_words(gone))
                 end_process((self._recorded_end() or LostRankError()).exit_code)
 

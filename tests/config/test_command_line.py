@@ -10,10 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_encdec import cli, estimate_memory
-from ds_encdec.base.arguments import Parser, add
+from ds_encdec import cli
 from ds_encdec.base.types import ConfigError
-from ds_encdec.config.command_line import read_arguments
 from ds_encdec.config.settings import Problem
 from ds_encdec.config.words.rewording import given_fields
 from ds_encdec.config.yaml.text import parse_value, read_settings
@@ -36,10 +34,8 @@ def test_verbs_read_words(verb: str) -> None:
 
 
 def test_a_switch_takes_a_value_but_no_configuration() -> None:
-    parser = Parser()
-    add(parser, estimate_memory.ARGUMENTS)
-    given = "--bf16 false --fp16 quickstart --torch_compile auto --gpus 4 --host_memory 1TB"
-    options, settings = read_arguments(parser, estimate_memory.ARGUMENTS, given.split())
+    given = "estimate-memory --bf16 false --fp16 quickstart --torch_compile auto --gpus 4 --host_memory 1TB"
+    options, settings = cli.read_verb(given.split())
     assert settings == ["--bf16=false", "--fp16=true", "--torch_compile=auto"]
     assert (options.config, options.gpus, options.host_memory) == (Path("quickstart"), 4, "1TB")
 

@@ -107,7 +107,14 @@ class DeepSpeedEngine(ShardedEngine):
         # ZeRO-3 replaces torch's linear function for good; this restores it when the engine closes.
         self._undo.enter_context(replaced(torch.nn.functional, "linear", torch.nn.functional.linear))
         with _device_as_local_rank(device):
-            model = _build_model(config, model_config, ds_json, dtype=compute_dtype(training), device=device)
+            if ds_json["zero_optimization"]["stage"] == 3:
+                # Each module is partitioned as soon as it is made.
+                with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):
+                    model = Qwen3ForSeq2SeqLM(model_config)
+                    choose_trained(model, config)
+            else:
+                model = empty_model(model_config, compute_dtype(training), device)
+                choose_trained(model, config)
             prepare_for_training(model, config)
             self._engine, *_ = deepspeed.initialize(
                 model=model,
@@ -287,25 +294,6 @@ def _device_as_local_rank(device: torch.device) -> Iterator[None]:
         yield
     finally:
         os.environ.update(before)
-
-
-def _build_model(
-    config: FullConfig,
-    model_config: Qwen3Seq2SeqConfig,
-    ds_json: dict[str, Any],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Qwen3ForSeq2SeqLM:
-    if ds_json["zero_optimization"]["stage"] == 3:
-        # Each module is partitioned as soon as it is made.
-        with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):
-            model = Qwen3ForSeq2SeqLM(model_config)
-            choose_trained(model, config)
-    else:
-        model = empty_model(model_config, dtype, device)
-        choose_trained(model, config)
-    return model
 
 
 class _Collector(TorchCheckpointEngine):
