@@ -25,9 +25,8 @@ _PACKAGE = "ds_encdec"
 
 
 def known_ranges() -> dict[str, Requirement]:
-    """Return the requirement for each package by name, including those of extras. A clone's pyproject.toml takes
-    precedence over the installed metadata, which may be older. A range is raised only by a green run of
-    `scripts/dev/newest.sh`."""
+    """Return the requirement for each package by name, including those of extras. A clone's pyproject.toml precedes
+    the installed metadata, which may be older. Only a green run of `scripts/dev/newest.sh` raises a range."""
     lines: list[str] = []
     with suppress(OSError, KeyError, tomllib.TOMLDecodeError):  # installed from a wheel
         project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]

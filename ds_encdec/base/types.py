@@ -196,12 +196,10 @@ NO_ROWS = RowCounts()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step. `applied` is False if it was skipped (non-finite gradients, or vetoed).
-
-    `grad_norm`: float32 scalar tensor, global L2 norm before clipping. `learning_rate`: of this step (the first
-    parameter group's). `extra`: other measurements of the engine by metric name (docs/metrics.md): float32 scalars on
-    its device, with the same names on every rank. Their mean over the ranks, and over the interval's applied steps, is
-    logged without further code."""
+    """One optimizer step. `applied` is False if it was skipped (non-finite gradients, or vetoed). `grad_norm`: float32
+    scalar tensor, global L2 norm before clipping. `learning_rate`: of this step (the first parameter group's). `extra`:
+    other measurements of the engine by metric name (docs/metrics.md): float32 scalars on its device, with the same
+    names on every rank. Their mean over the ranks, and over the interval's applied steps, is logged."""
 
     applied: bool
     grad_norm: Tensor
@@ -274,8 +272,7 @@ class Callback:
     exception on any rank ends the run on all of them; a `DsEncDecError` is raised unchanged."""
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        """React to an optimizer step, applied or skipped; `state` is the one after it. Reading a tensor of `result`
-        waits for the device."""
+        """React to an optimizer step, applied or skipped, with the `state` after it. Reading `result` waits for a GPU."""
 
     def after_evaluation(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
         """React to an evaluation of the held-out examples; `metrics` (`eval/loss`, …) are equal on all ranks."""

@@ -17,8 +17,7 @@ from ds_encdec.config.yaml.plain_files import read_json
 if TYPE_CHECKING:
     import torch
 
-# Called once per step with the global gradient norm (float32 scalar, pre-clip); True skips the step. It must return the
-# same on every rank.
+# Called once per step with the global gradient norm (float32 scalar, pre-clip); True, on every rank, skips the step.
 Veto = Callable[["torch.Tensor"], bool]
 
 
@@ -35,8 +34,7 @@ class StagedSave:
 
 
 class ReplicaDigest(NamedTuple):
-    """The sum of the bits (64-bit, signed) of all that this rank holds alike with the other ranks of its `group`, one
-    of `groups`, counted from 0."""
+    """The sum of the bits (64-bit, signed) of all that the ranks of a `group` (from 0, one of `groups`) hold alike."""
 
     group: int
     groups: int
@@ -127,8 +125,7 @@ DCP_FOLDER = "dcp"
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
     """The facts that a reader of a checkpoint's tensors needs: `sharding_stage`, zero0 to zero3 or a hybrid;
-    `applied_steps`, AdamW's counter; `groups`, canonical names in each optimizer group, in order; `loss_scaler`, the
-    state of a dynamic loss scale."""
+    `applied_steps`, AdamW's counter; `groups`, names by optimizer group; `loss_scaler`, of a dynamic loss scale."""
 
     format: Literal["deepspeed", "dcp"]
     sharding_stage: str

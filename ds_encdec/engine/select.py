@@ -51,12 +51,8 @@ def resolve_engine(config: FullConfig) -> EngineName:
     )
 
 
-def check_engine(engine: EngineName, config: FullConfig, world: World, device: torch.device) -> None:
-    """Raise ConfigError for settings that `engine` refuses on these ranks, before any time is spent on data."""
-    _CHECKS[engine](config, world, device)
-
-
-_CHECKS: ByEngine[Callable[[FullConfig, World, torch.device], object]] = ByEngine(
+# Functions that raise ConfigError for settings that an engine refuses on these ranks, before time is spent on data.
+CHECKS: ByEngine[Callable[[FullConfig, World, torch.device], object]] = ByEngine(
     deepspeed=check_deepspeed,
     fsdp=lambda config, world, _: mesh_shape(config.infra, world.world_size, world.local_world_size),
 )
@@ -70,7 +66,7 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
     restore_settings = settings_restorer()
     with startup_errors_shared(world):
         engine, device = resolve_engine(config), choose_device(config.infra.device, world)
-        check_engine(engine, config, world, device)
+        CHECKS[engine](config, world, device)
         check_attention_dropout(config, device)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
     opened: list[HostCollectives] = []
@@ -93,7 +89,7 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
     check_nodes(config, machines, ranks_there)
     counted = with_counted_nodes(world, machines)
     if counted != world:
-        check_engine(engine, config, counted, device)  # with the same result on all ranks
+        CHECKS[engine](config, counted, device)  # with the same result on all ranks
     context = RunContext(counted, device, engine, opened[0])
     context.undo.callback(restore_settings)
     return context

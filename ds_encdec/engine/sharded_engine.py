@@ -50,8 +50,7 @@ class Shard:
     pieces: tuple[Piece, ...]
 
     def fill(self, target: Tensor, read: Read, *, only: str | None = None) -> None:
-        """Fill `target`, the weights or a moment, with the elements that `read` returns: zeros as padding, or with
-        `only` that parameter's alone."""
+        """Fill `target`, the weights or a moment, by `read`, and padding with 0; with `only`, that parameter alone."""
         flat = target.detach().view(-1)
         if only is None:
             flat.zero_()
@@ -97,9 +96,8 @@ class ShardedEngine(ABC):
             self._engine.train()
 
     def _scaled_loss(self, loss_sum: LossSum, target_tokens: int) -> Tensor:
-        """Return the scalar to call backward on, which engines average over ranks to a mean over `target_tokens`. If
-        the loss is infinite, with gradients that may be finite, its gradient is NaN, so that all ranks skip the step.
-        Does not wait for the device."""
+        """Return the scalar to call backward on, which engines average over ranks to a mean over `target_tokens`. The
+        gradient of an infinite loss is NaN, so that all ranks skip the step. Does not wait for the device."""
         scale = self._context.world.world_size / max(target_tokens, 1)
         return loss_sum.total * torch.where(torch.isfinite(loss_sum.total.detach()), scale, torch.nan)
 

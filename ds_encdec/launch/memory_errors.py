@@ -31,8 +31,7 @@ _DRIVER_MESSAGES = (
     "Cuda failure 'out of memory'",  # older ones
     "HIP failure: 'out of memory'",  # RCCL
 )
-# Bytes. A device with this much free has not refused the driver's allocations past torch (contexts, kernels, NCCL's
-# buffers): the host has.
+# A device with so many bytes free has not refused the driver (for contexts, kernels, NCCL's buffers): the host has.
 _DRIVER_SHORTAGE = 2**30
 
 

@@ -159,8 +159,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._left.set()
         if self._timeout_seconds < math.inf:
-            # Errors of ended peers bring a rank here while its own watchdog still waits for others: then the watchdog
-            # ends the process, with its exit code.
+            # Errors of ended peers bring a rank here while its watchdog waits for others, and then ends the process.
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 

@@ -173,13 +173,11 @@ class StopRequest:
         first_at, terminated = math.inf, False
         while not self._left.is_set():
             numbers = b""
-            # Python calls a handler only once the main thread is back from native code, such as a collective, but
-            # writes the number to the socket before.
+            # Python calls a handler only once the main thread is back from native code; the number comes here before.
             with suppress(BlockingIOError):
                 numbers = self._arrivals.recv(4096)
             if signal.SIGUSR2 in numbers:
-                # Here, under the interpreter's lock: a handler that read frames of a running thread has ended a process
-                # with SIGSEGV.
+                # Here, under the interpreter's lock: a handler read frames of a running thread, and met SIGSEGV.
                 faulthandler.dump_traceback(file=2)
             arrived = [number for number in STOP_SIGNALS if number in numbers]
             again = signal.SIGINT in arrived and time.monotonic() - first_at > SAME_CTRL_C_SECONDS

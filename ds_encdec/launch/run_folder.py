@@ -119,13 +119,11 @@ class RunFolder:
         if gone is not None:
             raise (RunFolderGoneError if gone == self.root else CheckpointError)(
                 f"infra.output_dir: {gone} was deleted or replaced while this run was writing into it, so no "
-                "checkpoint can be saved. Restore a copy of the folder and continue with `--resume auto`, or start "
-                "again."
+                "checkpoint can be saved. Restore a copy and continue with `--resume auto`, or start again."
             )
 
     def flush_record(self) -> None:
-        """Make the lines written so far durable, and the names of their files. A disk that refuses costs an error in
-        the log, never the run."""
+        """Make the lines written so far durable, and the names of their files; a refusal is logged, never raised."""
         for path in (self.metrics, self.abandoned_metrics, self.samples, self.events, self.root):
             try:
                 if path.exists():

@@ -119,8 +119,7 @@ class _Sharding:
         )
         if not (self.clones and is_layer):
             return in_work
-        # foreach_reduce: the layer's buffer, and gloo's clone of it; where earlier micro-batches are reduced, this
-        # one's gradients are added to theirs.
+        # foreach_reduce: the layer's buffer, and gloo's clone of it; gradients are added to earlier, reduced ones.
         added = _FLOAT32 * self.trained_layer.shard * (self.accumulates and not self.accumulates_whole)
         reducing = Breakdown(
             weights=self.kept_weights(layers_done + 1),
@@ -136,8 +135,7 @@ class _Sharding:
 
     def held_gradients(self, layers_done: float) -> float:
         """Return the gradients on the device once the last micro-batch has reduced some, without the running layer's.
-        Earlier ones are whole (unsharded_accumulated_grad), or not yet summed over replicas
-        (_partial_reduce_output)."""
+        Earlier ones are whole (unsharded_accumulated_grad), or not summed over replicas (_partial_reduce_output)."""
         reduced = layers_done * self.trained_layer.shard
         if self.accumulates_whole:
             whole = self.job.trainable_parameters - layers_done * self.trained_layer.parameters

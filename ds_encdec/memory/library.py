@@ -19,6 +19,7 @@ from ds_encdec.monitor.machine import peak_host_bytes
 
 logger = logging.getLogger(__name__)
 GB = 1e9
+_FIGURES = ("allocated", "reserved", "max_allocated", "free", "total")  # of `get_memory_stats`
 # Bytes of a number of weights, gradients and activations, and of master weights (0: no master weights).
 _PRECISIONS = {
     **dict.fromkeys(("fp32", "float32"), (4, 0)),
@@ -63,13 +64,8 @@ def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str
     if place.type == "cuda":
         of_torch = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_allocated)
         held = [figure(place) for figure in of_torch]
-    return {
-        "allocated_gb": held[0] / GB,
-        "reserved_gb": held[1] / GB,
-        "max_allocated_gb": held[2] / GB,
-        "free_gb": capacity.free_bytes / GB,
-        "total_gb": capacity.total_bytes / GB,
-    }
+    figures = zip(_FIGURES, (*held, capacity.free_bytes, capacity.total_bytes), strict=True)
+    return {f"{name}_gb": figure / GB for name, figure in figures}
 
 
 def log_memory_stats(prefix: str = "", device: torch.device | str | int | None = None) -> None:

@@ -194,8 +194,7 @@ def _replicated(s: _Settings) -> EngineMemory:
 def _partitioned(s: _Settings) -> EngineMemory:
     """Stages 1 and 2: zero/stage_1_and_2.py. Stage 2 reduces every micro-batch's gradients as they come
     (partition_grads). Under stage 1 they stay whole, in p.grad or p.grad_accum, until the last micro-batch: with
-    overlap_comm they are reduced during its backward pass, otherwise after it (reduce_gradients). In a bucket p.grad is
-    a view of it."""
+    overlap_comm they are reduced in its backward pass, else after it (reduce_gradients). p.grad is a bucket's view."""
     buckets, reduces_late = s.each * s.bucket * (1 + s.overlaps), s.stage == 1 and not s.overlaps  # setup_buckets
     accumulates_whole, accumulates_parts = (s.accumulates and s.stage == stage for stage in (1, 2))
     # The partition comes with the first reduction and stays; where it is not compact, each micro-batch makes one of its

@@ -18,9 +18,9 @@ from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2, select
 from ds_encdec.engine.select import (
+    CHECKS,
     _with_compilation_decided,
     attention_kernel,
-    check_engine,
     create_engine,
     resolve_engine,
 )
@@ -179,7 +179,7 @@ def test_hybrids_that_do_not_divide_the_ranks_are_refused_before_the_ranks_meet(
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     config = FullConfig.model_validate({"infra": infra})
     with pytest.raises(ConfigError, match=r"hybrid_shard_size.* do not divide 4 ranks"):
-        check_engine(resolve_engine(config), config, discover(place), torch.device("cpu"))
+        CHECKS[resolve_engine(config)](config, discover(place), torch.device("cpu"))
 
 
 def config_of(engine: EngineName, stage: str = "zero3", lora: Any = None, **training: Any) -> FullConfig:

@@ -158,8 +158,7 @@ def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any
         zero |= {
             "stage3_prefetch_bucket_size": bucket,
             # Elements that stay gathered after use, and the distance to the next use below which they do: DeepSpeed's
-            # own, 2 GB in bf16. A 1 B model is then gathered once a step, which is faster; infra.deepspeed_extra lowers
-            # both.
+            # own, 2 GB in bf16. A 1 B model is then gathered once a step, which is faster.
             "stage3_max_live_parameters": 1_000_000_000,
             "stage3_max_reuse_distance": 1_000_000_000,
             # Smaller parameters stay whole on every rank: norms, whose gathering costs more than it saves.

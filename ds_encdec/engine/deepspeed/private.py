@@ -34,7 +34,6 @@ from ds_encdec.launch.disk import free_bytes
 from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
-_GRADIENTS_OF_PARAMETER = ("grad", "grad_accum")
 _GRADIENTS_OF_OPTIMIZER = (
     "averaged_gradients",  # stages 1 to 3, by group, from the backward pass to the step
     "all_grad_tensors",  # stage 1, while it accumulates
@@ -100,8 +99,7 @@ def frozen_shards(engine: DeepSpeedEngine) -> Iterator[Shard]:
 
 def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[str]) -> None:
     """Rewrite DeepSpeed's `state` to canonical names and exactly the parameters `kept`. DeepSpeed's exclusion of frozen
-    parameters leaves a tied one's other name, and below stage 2 it saves frozen ones where its zero_to_fp32.py does not
-    look."""
+    parameters leaves a tied one's other name, and below stage 2 its zero_to_fp32.py does not find frozen ones."""
     module = {canonical_name(name): tensor for name, tensor in state["module"].items()}
     shapes = engine._get_zero_frozen_param_attributes(engine._get_param_shape_func)
     if kept.isdisjoint(shapes):
@@ -132,7 +130,7 @@ def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
 def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]:
     """Yield the current gradients of parameters and `shards`, as tensors, containers of them, or None."""
     return chain(
-        (getattr(one, name, None) for one in engine.module.parameters() for name in _GRADIENTS_OF_PARAMETER),
+        (getattr(one, name, None) for one in engine.module.parameters() for name in ("grad", "grad_accum")),
         (shard.weights.grad for shard in shards),
         (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER),
     )
@@ -191,8 +189,7 @@ def set_loss_scaler_state(engine: DeepSpeedEngine, state: Mapping[str, float | i
 
 def prepare_folder(folder: Path, num_parameters: int) -> None:
     """Check that `folder` can take the states of `num_parameters`, and compile DeepSpeed's async I/O, which takes
-    minutes once. Raises ConfigError for a folder that is not writable or too small, and for a machine without
-    libaio."""
+    minutes once. Raises ConfigError if the folder is not writable or too small, or the machine has no libaio."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
