@@ -272,7 +272,7 @@ class Callback:
     exception on any rank ends the run on all of them; a `DsEncDecError` is raised unchanged."""
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        """React to an optimizer step, applied or skipped, with the `state` after it. Reading `result` waits for a GPU."""
+        """React to a step, applied or skipped, with the `state` after it. Reading `result` waits for the device."""
 
     def after_evaluation(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
         """React to an evaluation of the held-out examples; `metrics` (`eval/loss`, …) are equal on all ranks."""
