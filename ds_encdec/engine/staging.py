@@ -18,6 +18,7 @@ from ds_encdec.model.weights import is_finite
 logger = logging.getLogger(__name__)
 
 Named = tuple[str, Sequence[Piece], Tensor]  # a kind of tensor (`weight`, a moment), its pieces, and the tensor
+_Storages = dict[tuple[torch.device, int], torch.UntypedStorage]  # by their places in memory
 _SEARCHED = 2**22  # elements of a tensor that are searched at one time for the first that is not finite
 
 
@@ -43,44 +44,41 @@ class StagingArea:
     def __init__(self, *, pin_memory: bool) -> None:
         self._pin_memory = pin_memory
         self._kept: list[torch.UntypedStorage] = []
-        self._copies = False
-        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
     @torch.no_grad()
     def take_all(self, item: Any, *, copy: bool) -> tuple[int, Any]:
         """Return the bytes of the tensors in `item`, and `item` with them copied to the host, over earlier copies, or
         referred to without `copy`. Once there is memory for copies, all calls use it: a save at once would otherwise
         take as much host memory again. Waits for the device once."""
-        self._copies, self._storages = copy or bool(self._kept), {}
-        taken = self._take(item)
-        if self._copies and any(device.type == "cuda" for device, _ in self._storages):
+        storages: _Storages = {}
+        copies = copy or bool(self._kept)
+        taken = self._take(item, storages, copies)
+        if copies and any(device.type == "cuda" for device, _ in storages):
             torch.cuda.current_stream().synchronize()
-        num_bytes, self._storages = sum(storage.nbytes() for storage in self._storages.values()), {}
-        return num_bytes, taken
+        return sum(storage.nbytes() for storage in storages.values()), taken
 
-    def _take(self, item: Any) -> Any:
+    def _take(self, item: Any, storages: _Storages, copies: bool) -> Any:
         if isinstance(item, dict):
-            taken = ((key, self._take(value)) for key, value in item.items())
+            taken = ((key, self._take(value, storages, copies)) for key, value in item.items())
             return OrderedDict(taken) if isinstance(item, OrderedDict) else dict(taken)
         if type(item) in (list, tuple):
-            return type(item)(map(self._take, item))
+            return type(item)(self._take(one, storages, copies) for one in item)
         if not isinstance(item, Tensor):
             return deepcopy(item)
         tensor, is_sharded = item.detach(), isinstance(item, DTensor)
         local = local_part(tensor)
         source = local.untyped_storage()
         key = (local.device, source.data_ptr())
-        if key not in self._storages:
-            self._storages[key] = self._copy(source) if self._copies else source
-        if is_sharded and not self._copies:
+        if key not in storages:
+            storages[key] = self._copy(source, len(storages)) if copies else source
+        if is_sharded and not copies:
             return tensor
-        storage = self._storages[key]
+        storage = storages[key]
         copied = torch.empty_like(tensor, device="cpu") if is_sharded else tensor.new_empty(0, device=storage.device)
         local_part(copied).set_(storage, local.storage_offset(), local.size(), local.stride())
         return copied
 
-    def _copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        index = len(self._storages)
+    def _copy(self, source: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
         if index == len(self._kept) or self._kept[index].nbytes() != source.nbytes():
             self._kept[index : index + 1] = [self._allocate(source.nbytes()).untyped_storage()]
         return self._kept[index].copy_(source, non_blocking=True)

@@ -111,6 +111,10 @@ def _openmpi_address(environ: Mapping[str, str]) -> str:
     return environ.get("MASTER_ADDR") or found[1]
 
 
+def _of_tasks(rank: str, local_rank: str, world_size: str, local_world_size: str) -> dict[str, str]:
+    return {"rank": rank, "local_rank": local_rank, "world_size": world_size, "local_world_size": local_world_size}
+
+
 # The rows in the order in which they are tried: the most specific marker first.
 LAUNCHERS = (
     # torch/distributed/elastic/agent/server/local_elastic_agent.py sets these for every worker. `accelerate launch`
@@ -133,12 +137,9 @@ LAUNCHERS = (
     Launcher(
         "openmpi",
         marker="OMPI_COMM_WORLD_SIZE",
-        own={
-            "rank": "OMPI_COMM_WORLD_RANK",
-            "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
-            "world_size": "OMPI_COMM_WORLD_SIZE",
-            "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
-        },
+        own=_of_tasks(
+            "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"
+        ),
         task_programs=("mpirun", "mpiexec", "orterun", "mpirun.openmpi", "mpiexec.openmpi"),
         readers={
             "master_addr": _openmpi_address,
@@ -150,12 +151,7 @@ LAUNCHERS = (
     Launcher(
         "mpich",
         marker="MPI_LOCALRANKID",
-        own={
-            "rank": "PMI_RANK",
-            "local_rank": "MPI_LOCALRANKID",
-            "world_size": "PMI_SIZE",
-            "local_world_size": "MPI_LOCALNRANKS",
-        },
+        own=_of_tasks("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
         task_programs=("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpiexec.mpich"),
         readers={"master_addr": _mpi_address, "master_port": lambda environ: environ.get("MASTER_PORT", DEFAULT_PORT)},
         advice="with rank 0's host: mpirun -genv MASTER_ADDR HOST",
@@ -165,12 +161,8 @@ LAUNCHERS = (
         "slurm",
         marker="SLURM_STEP_NUM_TASKS",
         own={
-            "rank": "SLURM_PROCID",
-            "local_rank": "SLURM_LOCALID",
-            "world_size": "SLURM_STEP_NUM_TASKS",
-            "local_world_size": "SLURM_STEP_TASKS_PER_NODE",
-            "node_rank": "SLURM_NODEID",
-            "num_nodes": "SLURM_STEP_NUM_NODES",
+            **_of_tasks("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+            **{"node_rank": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES"},
         },
         task_programs=("srun",),
         readers={

@@ -11,23 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_encdec.base.quantities import count, in_gib
+from ds_encdec.memory import variants
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.question import EstimateRequest
-from ds_encdec.memory.variants import (
-    HEADROOM,
-    HOST_HEADROOM,
-    Change,
-    Variant,
-    as_overrides,
-    changed,
-    nearest,
-    offload_of,
-    recommend,
-    smallest_variants,
-    variant,
-    variants,
-)
 from ds_encdec.registry.engines import ENGINES
 
 _WORDS = {
@@ -58,28 +45,28 @@ class EngineTable:
     """One engine's settings. `job` is the configured run under it; `overrides` are relative to that run."""
 
     job: Job
-    rows: Sequence[Variant]
-    recommendation: Variant | None
-    nearest: Sequence[Variant]
+    rows: Sequence[variants.Variant]
+    recommendation: variants.Variant | None
+    nearest: Sequence[variants.Variant]
 
 
 def estimate_tables(request: EstimateRequest) -> list[EngineTable]:
     """Return the tables of all engines, the configured one first."""
     tables, job = [], request.job
     for engine in sorted(ENGINES, key=lambda name: name != job.engine):
-        needed: Change = {}  # changes that every setting needs to run on this GPU
+        needed: variants.Change = {}  # changes that every setting needs to run on this GPU
         if engine != job.engine:
             instead = ENGINES[engine].instead.items()
             taken = {name: value for name, (refused, value) in instead if attrgetter(name)(job.config) == refused}
             needed = {"infra.distributed_type": engine, **taken}
         if not request.runs(job):
             needed |= {"training.bf16": False, "training.fp16": True}  # FSDP2 and zero0 refuse fp16
-        base = changed(job, needed)
-        best = recommend(base, request.fits)
-        near = nearest(base, request.fits) if best is None and engine == job.engine else []
+        base = variants.changed(job, needed)
+        best = variants.recommend(base, request.fits)
+        near = variants.nearest(base, request.fits) if best is None and engine == job.engine else []
         rows, recommended, near = (
             [replace(row, overrides=needed | row.overrides) for row in some]
-            for some in (variants(base), [best] if best else [], near)
+            for some in (variants.variants(base), [best] if best else [], near)
         )
         tables.append(EngineTable(base, rows, next(iter(recommended), None), near))
     return tables
@@ -97,15 +84,15 @@ def as_json(request: EstimateRequest, tables: Sequence[EngineTable]) -> dict[str
             "device": job.device,
             "gpu": request.gpu.name if on_gpu else None,
             "gpu_usable_bytes": request.gpu.usable_bytes if on_gpu else None,
-            "headroom": HEADROOM,
-            "host_headroom": HOST_HEADROOM,
+            "headroom": variants.HEADROOM,
+            "host_headroom": variants.HOST_HEADROOM,
             "host_memory_bytes": request.host_bytes,
             "engine": job.engine,
             **_batch(job),
             "loss_chunk_tokens": job.config.model.loss_chunk_tokens,
         },
         "parameters": {"total": job.parameters, "trainable": job.trainable_parameters},
-        "configured": _row(request, variant(job, {})),
+        "configured": _row(request, variants.variant(job, {})),
         "engines": {
             table.job.engine: {
                 "rows": [_row(request, row) for row in table.rows],
@@ -118,12 +105,12 @@ def as_json(request: EstimateRequest, tables: Sequence[EngineTable]) -> dict[str
     }
 
 
-def _row(request: EstimateRequest, row: Variant) -> dict[str, Any]:
+def _row(request: EstimateRequest, row: variants.Variant) -> dict[str, Any]:
     setting: dict[str, Any] = {
         "overrides": row.overrides,
         "configured": not row.overrides,
         "sharding_stage": row.job.config.infra.sharding_stage,
-        "offload": offload_of(row.job),
+        "offload": variants.offload_of(row.job),
         "activation_checkpointing": row.job.config.training.activation_checkpointing,
         **_batch(row.job),
         "exists": not row.reason,
@@ -141,7 +128,7 @@ def _row(request: EstimateRequest, row: Variant) -> dict[str, Any]:
     }
 
 
-def _short_of(request: EstimateRequest, row: Variant) -> str | None:
+def _short_of(request: EstimateRequest, row: variants.Variant) -> str | None:
     return request.short_of(row) if request.runs(row.job) else "does not run"
 
 
@@ -156,7 +143,7 @@ def _batch(job: Job) -> dict[str, int]:
 
 def show(console: Console, request: EstimateRequest, tables: Sequence[EngineTable], *, everything: bool) -> None:
     """Print the answer. `everything` adds the other engine's table and the settings that do not exist."""
-    job, on_cpus, configured = request.job, request.job.device == "cpu", variant(request.job, {})
+    job, on_cpus, configured = request.job, request.job.device == "cpu", variants.variant(request.job, {})
     tables = [] if on_cpus else tables  # their settings save a GPU's memory
     shown = tables if everything else [table for table in tables[:1] if any(not row.reason for row in table.rows)]
     trained = f", of which {job.trainable_parameters:,} are trained" * (job.trainable_parameters != job.parameters)
@@ -207,7 +194,7 @@ def _drawn(request: EstimateRequest, table: EngineTable, everything: bool, *, bo
     return shown
 
 
-def _cells(request: EstimateRequest, row: Variant) -> tuple[str, ...]:
+def _cells(request: EstimateRequest, row: variants.Variant) -> tuple[str, ...]:
     config, peak, host = row.job.config, row.estimate.peak, row.estimate.host.scaled(row.job.ranks_per_node)
     setting = (
         "" if row.overrides else "*",
@@ -227,8 +214,8 @@ def _how_to_read(request: EstimateRequest, everything: bool) -> list[str]:
         "offload both: the optimizer's states and the parameters.",
         "grads: gradients; optimizer: float32 master weights and Adam's moments; activ.: what the backward pass needs; "
         "other: buckets, gathered parameters, CUDA context, NCCL, fragmentation; host: all ranks of a node.",
-        f'* is the configured run. "fits" means {HEADROOM:.0%} of GPU memory stays free.',
-        f"A host has {in_gib(request.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free."
+        f'* is the configured run. "fits" means {variants.HEADROOM:.0%} of GPU memory stays free.',
+        f"A host has {in_gib(request.host_bytes)} GiB, of which {variants.HOST_HEADROOM:.0%} must stay free."
         if request.host_bytes
         else "Host memory is not checked: pass --host-memory.",
         "GPU figures are computed; none has been compared with a GPU run yet.",
@@ -237,10 +224,10 @@ def _how_to_read(request: EstimateRequest, everything: bool) -> list[str]:
 
 
 def _offload_name(job: Job) -> str:
-    return offload_of(job) or f"{job.config.infra.offload_optimizer}+{job.config.infra.offload_params}"
+    return variants.offload_of(job) or f"{job.config.infra.offload_optimizer}+{job.config.infra.offload_params}"
 
 
-def _configured(request: EstimateRequest, row: Variant) -> str:
+def _configured(request: EstimateRequest, row: variants.Variant) -> str:
     job, estimate, short_of = row.job, row.estimate, _short_of(request, row)
     verdict = f"does not fit (short of: {short_of})" if short_of else "fits"
     if not request.runs(job):
@@ -265,7 +252,7 @@ def _configured(request: EstimateRequest, row: Variant) -> str:
     )
 
 
-def _largest(row: Variant) -> str:
+def _largest(row: variants.Variant) -> str:
     return _WORDS[max(_WORDS, key=lambda name: getattr(row.estimate.peak, name))]
 
 
@@ -275,7 +262,7 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
         return f"{name} cannot run this: {table.rows[0].reason}."
     if best is None:
         lines = [f"{name}: nothing fits."]
-        if smallest := [row for row in smallest_variants(table.job) if not row.reason]:
+        if smallest := [row for row in variants.smallest_variants(table.job) if not row.reason]:
             least = min(smallest, key=lambda row: row.estimate.peak.total)
             lines.append(
                 "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
@@ -284,7 +271,7 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
                 "model."
             )
         lines += [
-            f"This fits: {as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)"
+            f"This fits: {variants.as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)"
             for near in table.nearest
         ]
         return "\n".join(lines)
@@ -294,7 +281,7 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
     in_16_bits = f"\n  It adds the gradients of its {steps} micro-batches up in 16 bits."
     return (
         f"Recommended with {name}:\n"
-        f"  {as_overrides(best.overrides) or 'the configuration as it is'}\n"  # a separate line, for pasting
+        f"  {variants.as_overrides(best.overrides) or 'the configuration as it is'}\n"  # a separate line, for pasting
         f"  {in_gib(best.estimate.peak.total)} GiB per GPU, {in_gib(best.node_bytes)} GiB per host.\n"
         f"  Micro-batch {batch} and accumulation {steps}{was}: {batch * steps * best.job.world_size:,} sequences a "
         f"step, as configured.{in_16_bits if engine_memory(best.job).sums_in_16_bits else ''}"

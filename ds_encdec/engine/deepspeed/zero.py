@@ -27,23 +27,9 @@ from ds_encdec.base.types import LossSum, SavedState, StepResult, WeightSource
 from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
 from ds_encdec.config.schedules import lr_lambda
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.deepspeed import private
 from ds_encdec.engine.deepspeed.gates import step_gate, wait_on_the_device
 from ds_encdec.engine.deepspeed.json import accumulates_in_bf16, run_json
-from ds_encdec.engine.deepspeed.private import (
-    complete_frozen,
-    computing_parameters,
-    frozen_shards,
-    gradients,
-    loss_scaler_state,
-    optimizer_state,
-    prepare_folder,
-    refresh_parameters,
-    remove_states,
-    set_loss_scaler_state,
-    shards,
-    states_mapped,
-    undo_first_step,
-)
 from ds_encdec.engine.protocol import (
     TAG,
     EngineRecord,
@@ -102,7 +88,7 @@ class DeepSpeedEngine(ShardedEngine):
         if offload.get("device") == "nvme":
             trained = sum(map(prod, trained_shapes(config, model_config).values()))
             share = trained * context.world.local_world_size // context.world.world_size
-            self._collectives.on_every_rank(lambda: prepare_folder(Path(offload["nvme_path"]), share))
+            self._collectives.on_every_rank(lambda: private.prepare_folder(Path(offload["nvme_path"]), share))
         self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
         # ZeRO-3 replaces torch's linear function for good; this restores it when the engine closes.
         self._undo.enter_context(replaced(torch.nn.functional, "linear", torch.nn.functional.linear))
@@ -134,10 +120,10 @@ class DeepSpeedEngine(ShardedEngine):
             )
         # DeepSpeed saves parts of parameters by these names.
         write(self._engine, param_names={p: canonical_name(name) for name, p in model.named_parameters()})
-        undo_first_step(self._engine)
+        private.undo_first_step(self._engine)
         self.model = self._engine.module
         if weights:
-            with states_mapped(self._engine):
+            with private.states_mapped(self._engine):
                 self._take_weights(weights)
         self._gate = step_gate(self._engine, self._undo)
         wait_on_the_device(self._engine, self._undo)
@@ -152,8 +138,8 @@ class DeepSpeedEngine(ShardedEngine):
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         engine, collector, excluded = self._engine, _Collector(), not self._saves_frozen
-        record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
-        with states_mapped(engine, of=self._training):
+        record = self._record(engine.global_steps - engine.skipped_steps, private.loss_scaler_state(engine))
+        with private.states_mapped(engine, of=self._training):
             states = list(self._states())  # makes states before the first step: every save has the same size
             with (
                 replaced(engine, "checkpoint_engine", collector),
@@ -164,7 +150,7 @@ class DeepSpeedEngine(ShardedEngine):
                 engine.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=excluded)
             for state in collector.files.values():
                 if "module" in state and any(True for _ in self._frozen()):
-                    complete_frozen(engine, state, self._shapes.keys())
+                    private.complete_frozen(engine, state, self._shapes.keys())
             # Host memory may run out on one rank alone.
             num_bytes, staged = self._collectives.on_every_rank(lambda: self._area.take_all(collector.files, copy=copy))
             named = self._named(collector.files, staged, states)
@@ -206,30 +192,27 @@ class DeepSpeedEngine(ShardedEngine):
                 yield name, parameter.detach()
 
     def load(self, saved: SavedState) -> None:
-        with states_mapped(self._engine, of=self._training):
+        with private.states_mapped(self._engine, of=self._training):
             super().load(saved)
 
     def replica_digest(self) -> ReplicaDigest | None:
-        stage = self._engine.zero_optimization_stage()
+        engine, stage = self._engine, self._engine.zero_optimization_stage()
         if stage == 3 or self._context.world.world_size == 1:
             return None  # what stage 3 keeps whole is gathered anew in each step
-        own = () if stage else ([shard.weights for shard in shards(self._engine)], self._engine.basic_optimizer.state)
-        return ReplicaDigest(0, 1, sum_of_bits(local_tensors([self._engine.module.parameters(), *own])))
+        own = () if stage else ([shard.weights for shard in private.shards(engine)], engine.basic_optimizer.state)
+        return ReplicaDigest(0, 1, sum_of_bits(local_tensors([engine.module.parameters(), *own])))
 
     def close(self) -> None:
         super().close()
         self._engine.destroy()
-        remove_states(self._engine)
+        private.remove_states(self._engine)
 
     def _take_weights(self, weights: WeightSource) -> None:
         """Copy `weights` exactly into the optimizer's float32 weights, then into the layers' parameters. Collective:
         rank 0 reads and broadcasts each, and all ranks raise its errors after the last broadcast, for which the others
         wait."""
-        own, error = [*shards(self._engine), *self._frozen()], None
+        own, error = [*private.shards(self._engine), *self._frozen()], None
         full = torch.empty(0)
-
-        def read(name: str, out: Tensor) -> None:
-            out.copy_(weights(name))
 
         def elements(_: str, start: int, stop: int) -> Tensor:
             return full.view(-1)[start:stop]
@@ -237,26 +220,26 @@ class DeepSpeedEngine(ShardedEngine):
         for parameter, name in self._engine.param_names.items():
             full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=self.device)
             if self._context.world.is_main and error is None:
-                _, error = attempt(partial(read, name, full))
+                _, error = attempt(lambda: full.copy_(weights(name)))  # noqa: B023  it is called at once
             torch.distributed.broadcast(full, src=0)
             for shard in own:
                 shard.fill(shard.weights, elements, only=name)
         self._collectives.raise_first(error)
-        refresh_parameters(self._engine)
+        private.refresh_parameters(self._engine)
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         return (
-            (shard, optimizer_state(self._engine.basic_optimizer, shard.weights, self._training))
-            for shard in shards(self._engine)
+            (shard, private.optimizer_state(self._engine.basic_optimizer, shard.weights, self._training))
+            for shard in private.shards(self._engine)
         )
 
     def _frozen(self) -> Iterator[Shard]:
-        return frozen_shards(self._engine)
+        return private.frozen_shards(self._engine)
 
     def _continue_from(self, saved: SavedState) -> None:
         engine = self._engine
-        refresh_parameters(engine)
-        set_loss_scaler_state(engine, saved.loss_scaler)
+        private.refresh_parameters(engine)
+        private.set_loss_scaler_state(engine, saved.loss_scaler)
         write(
             engine,
             global_steps=saved.applied_steps,
@@ -275,11 +258,11 @@ class DeepSpeedEngine(ShardedEngine):
         write(scheduler, last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
-        own_shards = shards(self._engine)
+        own_shards = private.shards(self._engine)
         return {
-            "weights": computing_parameters(self._engine),
+            "weights": private.computing_parameters(self._engine),
             "master_weights": [shard.weights for shard in own_shards],
-            "gradients": gradients(self._engine, own_shards),
+            "gradients": private.gradients(self._engine, own_shards),
             "optimizer": self._engine.basic_optimizer.state,
         }
 
