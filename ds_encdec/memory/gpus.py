@@ -92,7 +92,8 @@ def parse_gpu(text: str) -> Gpu:
         meant = [known for known in GPUS if name and known.startswith(name)] or [*filter(None, [closest(name, GPUS)])]
         suggestion = f" Did you mean {' or '.join(meant)}?" if meant else ""
         raise ConfigError(
-            f"--gpu {text}: not a known GPU.{suggestion} Known are {', '.join(GPUS)}; or give its memory: 80GB, 80GiB"
+            f"--gpu {text}: not a known GPU.{suggestion} Known are {', '.join(GPUS)}; or give its memory: 80GB, 80GiB "
+            "or bytes"
         )
     return Gpu(text.strip(), usable_bytes)
 
