@@ -30,16 +30,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed import private
 from ds_encdec.engine.deepspeed.gates import step_gate, wait_on_the_device
 from ds_encdec.engine.deepspeed.json import accumulates_in_bf16, run_json
-from ds_encdec.engine.protocol import (
-    TAG,
-    EngineRecord,
-    Piece,
-    ReplicaDigest,
-    StagedSave,
-    Veto,
-    end_to_end,
-    write_record,
-)
+from ds_encdec.engine.protocol import TAG, EngineRecord, Piece, ReplicaDigest, StagedSave, Veto, write_record
 from ds_encdec.engine.replicas import sum_of_bits
 from ds_encdec.engine.sharded_engine import (
     Shard,
@@ -161,7 +152,7 @@ class DeepSpeedEngine(ShardedEngine):
         """Return the tensors of DeepSpeed's files with names. How the files are laid out depends on the ZeRO stage, so
         the places of their `sources` in memory decide."""
         named = self._engine.param_names.items()
-        shards = [Shard(one, tuple(end_to_end({name: one.numel()}))) for one, name in named], self._frozen()
+        shards = [Shard(one, (Piece(name, 0, one.numel()),)) for one, name in named], self._frozen()
         known = {
             tensor.data_ptr(): (kind, shard.pieces)
             for shard, state in [*((shard, {}) for shard in chain(*shards)), *states]
