@@ -25,8 +25,6 @@ from ds_encdec.memory.gpus import DEFAULT_GPU, has_gpu
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
 
-FILE_COLUMNS = 120  # the width of a table that is not shown on a terminal
-
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.schema import Mark, editor_schema, marked, read_config
@@ -70,7 +68,7 @@ def _estimate_memory(options: argparse.Namespace, overrides: Sequence[str]) -> N
         return
     from rich.console import Console
 
-    console = Console() if sys.stdout.isatty() else Console(width=FILE_COLUMNS, no_color=True)
+    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
     with console.capture() as written:
         show(console, request, tables, everything=options.all)
     print(*map(str.rstrip, written.get().splitlines()), sep="\n")

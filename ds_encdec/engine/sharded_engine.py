@@ -183,21 +183,17 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, matrices_apart: b
     """Return the optimizer's groups: with and without weight decay and, if `matrices_apart`, hidden matrices, marked
     `is_matrix`. A parameter's module and name decide, never its shape, under ZeRO-3 [0] until it is gathered.
     Embeddings decay, shared parameters appear once, and frozen ones and empty groups are left out."""
-    decays: dict[nn.Parameter, bool] = {}
-    hidden: set[nn.Parameter] = set()
+    kinds = ({"weight_decay": weight_decay}, {"weight_decay": 0.0}, {"weight_decay": weight_decay, "is_matrix": True})
+    kind_of: dict[nn.Parameter, int] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
+            # Norms are known by class name: every model family has its own RMSNorm, without a common base class.
+            kind = int(type(module).__name__.endswith("Norm") or name == "bias")
+            kind = 2 if matrices_apart and is_hidden_matrix(f"{path}.{name}") else kind
             if parameter.requires_grad:
-                # Norms are known by class name: every model family has its own RMSNorm, without a common base class.
-                decays.setdefault(parameter, not type(module).__name__.endswith("Norm") and name != "bias")
-                if matrices_apart and is_hidden_matrix(f"{path}.{name}"):
-                    hidden.add(parameter)
-    kinds = (
-        ({"weight_decay": weight_decay}, [one for one, decay in decays.items() if decay and one not in hidden]),
-        ({"weight_decay": 0.0}, [one for one, decay in decays.items() if not decay]),
-        ({"weight_decay": weight_decay, "is_matrix": True}, [one for one in decays if one in hidden]),
-    )
-    return [{"params": parameters, **settings} for settings, parameters in kinds if parameters]
+                kind_of.setdefault(parameter, kind)
+    members = [[parameter for parameter, kind in kind_of.items() if kind == number] for number in range(len(kinds))]
+    return [{"params": params, **settings} for params, settings in zip(members, kinds, strict=True) if params]
 
 
 def draws_masks(config: FullConfig) -> bool:

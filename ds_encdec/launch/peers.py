@@ -36,8 +36,7 @@ from ds_encdec.launch.world import World
 logger = logging.getLogger(__name__)
 
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
-# How long a rank that has lost a connection looks for the lost rank.
-SEARCH_SECONDS = 10.0
+SEARCH_SECONDS = 10.0  # how long a rank that has lost a connection looks for the lost rank
 # How long a rank may take to end by itself after another of its machine; launchers kill all 30 seconds after that.
 LEAVE_SECONDS = 20.0
 _BROKEN_NCCL = ("ncclRemoteError", "remote process exited", "NCCL communicator was aborted")
