@@ -30,14 +30,7 @@ from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.muon import build_sharded
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, ReplicaDigest, StagedSave, Veto, write_record
 from ds_encdec.engine.replicas import sum_of_bits
-from ds_encdec.engine.sharded_engine import (
-    Shard,
-    ShardedEngine,
-    compute_dtype,
-    local_part,
-    local_tensors,
-    prepare_for_training,
-)
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype, local_part, prepare_for_training
 from ds_encdec.engine.staging import StagingArea, first_non_finite
 from ds_encdec.engine.user_code import kept_state
 from ds_encdec.launch.disk import disk_error
@@ -163,7 +156,7 @@ class FSDP2Engine(ShardedEngine):
             return None
         quantized = quantized_matrices(self.model).values()
         packed = [(one.weight, vars(state := one.quant_state), vars(state.state2)) for one in quantized]
-        held = local_tensors([self._parameters, self.optimizer.state, packed])
+        held = [self._parameters, self.optimizer.state, packed]
         return ReplicaDigest(mesh.get_local_rank(1), mesh.size(1), sum_of_bits(held))
 
     def close(self) -> None:

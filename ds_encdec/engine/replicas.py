@@ -1,23 +1,25 @@
 """The sum of the bits of tensors, by which ranks compare what they hold alike."""
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ds_encdec.engine.sharded_engine import local_tensors
 
 ROW_BYTES = 512
 PIECE_BYTES = 2**26  # bytes of a tensor that are copied at once, where 64-bit integers do not fit its place or length
 
 
 @torch.no_grad()
-def sum_of_bits(tensors: Iterable[Tensor]) -> int:
-    """Return the sum of the tensors' bytes, read as 64-bit integers and wrapped to a signed one, each `ROW_BYTES` times
-    another odd number, so that rows in another order have another sum. Each place in memory counts once. No single
-    flipped bit is missed: it moves the sum by an odd number times a power of two below 2^64. Flips of the same bit in
-    one row may cancel each other. Reads each byte once, mostly without a copy, and waits once for each device."""
+def sum_of_bits(item: Any) -> int:
+    """Return the sum of the bytes of `local_tensors`, read as 64-bit integers and wrapped to a signed one, each
+    `ROW_BYTES` times another odd number, so that rows in another order have another sum. Each place in memory counts
+    once. No single flipped bit is missed: it moves the sum by an odd number times a power of two below 2^64. Flips of
+    the same bit in one row may cancel each other. Reads each byte once, mostly uncopied, and waits once per device."""
     sums: dict[torch.device, list[Tensor]] = {}
     odd = 1
-    for tensor in {(one.device, one.data_ptr(), one.nbytes): one for one in tensors}.values():
+    for tensor in {(one.device, one.data_ptr(), one.nbytes): one for one in local_tensors(item)}.values():
         for piece in tensor.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
             if piece.storage_offset() % 8 or len(piece) % ROW_BYTES:
                 piece = torch.nn.functional.pad(piece, (0, -len(piece) % ROW_BYTES))

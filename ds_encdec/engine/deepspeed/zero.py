@@ -191,7 +191,7 @@ class DeepSpeedEngine(ShardedEngine):
         if stage == 3 or self._context.world.world_size == 1:
             return None  # what stage 3 keeps whole is gathered anew in each step
         own = () if stage else ([shard.weights for shard in private.shards(engine)], engine.basic_optimizer.state)
-        return ReplicaDigest(0, 1, sum_of_bits(local_tensors([engine.module.parameters(), *own])))
+        return ReplicaDigest(0, 1, sum_of_bits([engine.module.parameters(), *own]))
 
     def close(self) -> None:
         super().close()
