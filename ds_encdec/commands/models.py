@@ -1,5 +1,4 @@
-"""The verbs on checkpoints and exported models: `export`, `average`, `verify`, `generate` and `evaluate`. They import
-torch only when they run."""
+"""The verbs on checkpoints and exported models. They import torch only when they run."""
 
 import argparse
 import json
@@ -168,9 +167,7 @@ def _chosen(options: argparse.Namespace) -> GenerationSettings:
 
 _WEIGHTS: Arguments = {
     "--base": value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
-    "--dtype": value(
-        "dtype of the written weights (default float32)", choices=("float32", "bfloat16"), default="float32"
-    ),
+    "--dtype": value("of the written weights (default float32)", choices=("float32", "bfloat16"), default="float32"),
 }
 
 VERBS = {
@@ -181,9 +178,7 @@ VERBS = {
         {
             "checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path),
             "out": value("folder to write; must not exist", Path),
-            "--encoder-only": flag(
-                "write the encoder alone, as a text embedding model, also for sentence-transformers"
-            ),
+            "--encoder-only": flag("write the encoder alone, an embedding model, also for sentence-transformers"),
             "--adapter": flag("write the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
             **_WEIGHTS,
         },
@@ -211,9 +206,7 @@ VERBS = {
         "ds-encdec generate --model output/export/final --text 'Paris is <extra_id_0>.'",
         {
             "--model": value("exported folder", Path, required=True, metavar="DIR"),
-            "--text": value(
-                "with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True
-            ),
+            "--text": value("with <extra_id_0>… to fill, or a prefix to continue; - is standard input", required=True),
             "--raw": flag("print the model's output alone, without the text: the answer of a fine-tuned one"),
             "--stream": flag("print tokens as they come"),
             **_settings(GenerationSettings(max_new_tokens=64), "batch_tokens"),
@@ -225,12 +218,8 @@ VERBS = {
         "ds-encdec evaluate --model output/export/final --split test --max-samples 200",
         {
             "--model": value("exported folder", Path, required=True, metavar="DIR"),
-            "--config": value(
-                "YAML file with the data (default: that of the run whose export/ the model lies in)", Path
-            ),
-            "--split": value(
-                "split to generate for (default test)", choices=("train", "validation", "test"), default="test"
-            ),
+            "--config": value("YAML file with the data (default: of the run in whose export/ the model lies)", Path),
+            "--split": value("to generate for (default test)", choices=("train", "validation", "test"), default="test"),
             "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
             "--metrics": value(
                 f"metrics to compute (default: all that need no model): some of {','.join(TEXT_METRICS)}, or "

@@ -135,8 +135,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     ]
     if swapped := plan["nvme_bytes_per_node"]:
         lines.append(
-            f"The disk of infra.nvme_path holds {disk_size(swapped)} on each node: the optimizer's states and "
-            "gradients."
+            f"The disk of infra.nvme_path holds {disk_size(swapped)} on each node: optimizer states and gradients."
         )
     return "\n".join([*lines, *plan["remarks"]])
 

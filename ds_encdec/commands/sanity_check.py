@@ -139,9 +139,8 @@ class Subject:
         sizes, loss = self.run_model.config, self.loss_sum.total.item() / self.batch.target_tokens
         if self.config.model.architecture is None:
             return 0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss}
-        # Of fresh weights: ln(vocabulary), and the effect of their random logits. The states before the head have the
-        # norm sqrt(H), so logits are about N(0, H·initializer_range²), and the mean of their exp is
-        # exp(H·initializer_range²/2).
+        # Of fresh weights: ln(vocabulary), and the effect of random logits. The head's inputs have the norm sqrt(H),
+        # so logits are about N(0, H·initializer_range²), and the mean of their exp is exp(H·initializer_range²/2).
         expected = math.log(sizes.vocab_size) + sizes.hidden_size * sizes.initializer_range**2 / 2
         return (
             abs(loss - expected) <= FRESH_LOSS_TOLERANCE and 0 < loss < MAX_LOSS,

@@ -1,9 +1,8 @@
 """The common half of the engines: set up and run the model, fill its state from any checkpoint, and count its bytes.
 
 The state is filled by shards, each with its ranges of parameters: one loop reads a checkpoint for all engines. For
-dropout, torch's generators are seeded for each micro-batch with the run's seed and the micro-batch's lane and number,
-and restored afterwards: masks are equal on any number of ranks, in any engine, in a resumed run, and in recomputed
-layers."""
+dropout, torch's generators are seeded for each micro-batch with the run's seed and its lane and number, and restored
+afterwards: masks are equal on any number of ranks, in any engine, in a resumed run, and in recomputed layers."""
 
 import logging
 from abc import ABC, abstractmethod

@@ -70,11 +70,10 @@ def init_process_group(
     first: Callable[[], None] = lambda: None,
 ) -> None:
     """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu); a collective.
-    The package of `engine` must not have been imported before. `timeout` bounds every collective, `start_timeout`
-    (None: the same) each wait for the others here. `meeting`: the name of the rendezvous, a run's or its probes'.
-    `settings`: must be equal on all ranks. `first` is called in the new group, within `start_timeout`. All ranks raise
-    the error of any; ConfigError if they differ, or if one cannot import the package; LostRankError if some do not
-    come."""
+    The package of `engine` must not be imported yet. `timeout` bounds every collective, `start_timeout` (None: the
+    same) each wait for the others here. `meeting`: the name of the rendezvous, a run's or its probes'. `settings`: must
+    be equal on all ranks. `first` is called in the new group, within `start_timeout`. All ranks raise the error of any;
+    ConfigError if they differ, or one cannot import the package; LostRankError if some do not come."""
     # Connections beyond the limit of open files fail, with errors that call them closed by the peer.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))

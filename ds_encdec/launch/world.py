@@ -49,8 +49,7 @@ class Launcher:
     launcher sets and the rows above it do not. `own`: field of a World → variable, if `_REQUIRED` has another; fields
     in neither may be absent, and one node is assumed. `readers`: of fields that no variable holds directly; they return
     "" for a missing one. `programs`: scripts and modules whose python processes are this launcher. `task_programs`:
-    those that start tasks of any program; a single task is no rank. `advice`: ends a sentence on how to set a missing
-    variable."""
+    those that start tasks of any program; a single task is no rank. `advice`: how to set a missing one."""
 
     name: str
     marker: str

@@ -266,9 +266,8 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
             least = min(smallest, key=lambda row: row.estimate.peak.total)
             lines.append(
                 "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
-                f"{in_gib(least.estimate.peak.total)} GiB per GPU, mostly {_largest(least)}, and "
-                f"{in_gib(min(row.node_bytes for row in smallest))} GiB per host or more: use more GPUs or a smaller "
-                "model."
+                f"{in_gib(least.estimate.peak.total)} GiB per GPU, mostly {_largest(least)}, and at least "
+                f"{in_gib(min(row.node_bytes for row in smallest))} GiB per host: use more GPUs or a smaller model."
             )
         lines += [
             f"This fits: {variants.as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)"

@@ -13,8 +13,7 @@ def power_of_two(num_bytes: float) -> float:
 class Breakdown(NamedTuple):
     """Bytes on one device by use. `master_weights`: the optimizer's, in float32. `activations`: kept for the backward
     pass, or one layer's work. `logits`: a chunk, its gradients, and the head's buffers. `communication`: reduction
-    buckets and gathered parameters. `framework`: CUDA context, workspaces and fragmentation; on a CPU the process's
-    libraries."""
+    buckets and gathered parameters. `framework`: CUDA context, workspaces and fragmentation; on a CPU libraries."""
 
     weights: float = 0.0
     master_weights: float = 0.0

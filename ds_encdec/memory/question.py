@@ -115,8 +115,7 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
         ),
         (
             swapped := swapped_bytes(request.job),
-            f"The disk of infra.nvme_path holds {in_gib(swapped)} GiB on each host: the optimizer's states and "
-            "gradients.",
+            f"The disk of infra.nvme_path holds {in_gib(swapped)} GiB on each host: optimizer states and gradients.",
         ),
         (own, f"Recommended overrides also need those of this command's options: {shlex.join(own)}"),
         (
