@@ -72,29 +72,6 @@ class IntervalClock:
         return lap
 
 
-def performance_metrics(
-    lap: Lap,
-    *,
-    num_steps: int,
-    tokens: float,
-    num_devices: int,
-    flops: float,
-    peak_flops_per_device: float | None = None,
-) -> dict[str, float]:
-    """Return the `perf/` metrics of an interval; `perf/mfu` only if the peak is known. `tokens` (non-padding, both
-    sides) and `flops` (of the model, without recomputation) are of all ranks."""
-    seconds = max(lap.training_s, 1e-9)
-    metrics = {
-        "perf/tokens_per_sec": tokens / seconds,
-        "perf/tokens_per_sec_per_gpu": tokens / seconds / num_devices,
-        "perf/step_time_s": seconds / max(num_steps, 1),
-        "perf/data_wait_frac": lap.data_wait_s / seconds,
-    }
-    if peak_flops_per_device is not None:
-        metrics["perf/mfu"] = flops / seconds / (peak_flops_per_device * num_devices)
-    return metrics
-
-
 @dataclass(frozen=True, slots=True)
 class RankStats(Lap):
     """One rank's figures of one logging interval; gathered, so that all ranks judge by the same. `arithmetic_s`: see

@@ -20,8 +20,6 @@ from ds_encdec.launch.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-# Alerts about the training itself: raised by `TrainingMonitor`, saved with its windows.
-TRAINING_ALERTS = ("non_finite", "loss_spike", "grad_explosion", "loss_plateau", "learning_rate_off")
 # Alerts that the loop finds in the run's state, and the alert whose answer each has.
 STATE_ALERTS = {
     "non_finite_state": "non_finite",

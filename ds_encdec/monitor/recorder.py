@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
@@ -12,18 +12,17 @@ import torch
 from ds_encdec.base.types import NO_ROWS, Batch, LossSum, RowCounts, StepResult, TrainingState
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.monitor import token_digests
 from ds_encdec.monitor.machine import (
     IntervalClock,
     MachineWatch,
     measure_arithmetic,
     measure_rank_stats,
-    performance_metrics,
 )
 from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, train_metrics
 from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer, make_alert
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import Sample, Sink
-from ds_encdec.monitor.token_digests import TokenDigests
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Recorder:
     `batch_flops`: model FLOPs, forward and backward without recomputation, of one micro-batch. `peak_flops`: of one
     device, in FLOP/s; None if unknown. `sinks` is empty and `events` writes nothing except on rank 0.
     `estimated_bytes`: the estimate of the largest `mem/peak_bytes`. The loop reports waits and pauses to `clock`, saves
-    to `machine`, and token ids to `tokens`."""
+    to `machine`, and the sums of token ids to `tokens`."""
 
     device: torch.device
     collectives: HostCollectives
@@ -68,7 +67,7 @@ class Recorder:
     def __post_init__(self, state: TrainingState) -> None:
         self.clock = IntervalClock()
         self.machine = MachineWatch(self.settings)
-        self.tokens = TokenDigests()
+        self.tokens: list[tuple[int, int]] = []  # `digest_sums` of all ranks, of each step since the last such entry
         self._steps = StepAccumulator(self.device)
         self.logged = 0  # intervals of the run, each with a line in metrics.jsonl
         self.last_loss: float | None = None  # of the last judged step that had targets, over all ranks
@@ -122,22 +121,21 @@ class Recorder:
         timed = records[self._restored_steps :]
         self._judged_steps = self._restored_steps = 0
         stats = measure_rank_stats(self.device, self.clock.lap(), self._held_bytes)
-        of_ranks = self.collectives.gather((stats, rows, self.tokens.lanes))
-        rank_stats, everyones_rows, everyones_digests = zip(*of_ranks, strict=True)
-        self.record_tokens(state, everyones_digests)
+        rank_stats, everyones_rows = zip(*self.collectives.gather((stats, rows)), strict=True)
+        self.record_tokens(state)
         rows = RowCounts.summed(everyones_rows)
         bad_rows, long_rows = max(rows.bad, default=0), max(rows.long, default=0)
-        performance = performance_metrics(
-            rank_stats[0],
-            num_steps=len(timed),
-            tokens=sum(record.tokens for record in timed),
-            num_devices=len(rank_stats),
-            # Every rank has the same budgets, so this rank's FLOPs stand for the others'.
-            flops=self._flops * len(rank_stats),
-            peak_flops_per_device=self.peak_flops,
-        )
+        seconds = max(rank_stats[0].training_s, 1e-9)
+        speed = sum(record.tokens for record in timed) / seconds
+        performance = {
+            "perf/tokens_per_sec": speed,
+            "perf/tokens_per_sec_per_gpu": speed / len(rank_stats),
+            "perf/step_time_s": seconds / max(len(timed), 1),
+            "perf/data_wait_frac": rank_stats[0].data_wait_s / seconds,
+        }
+        if self.peak_flops is not None:  # every rank has the same budgets, so this rank's FLOPs stand for the others'
+            performance["perf/mfu"] = self._flops / seconds / self.peak_flops
         self._held_bytes, self._flops = {}, 0.0
-        speed = performance["perf/tokens_per_sec"]
         self.monitor.throughput_window.add(speed)
         of_machines = self.machine.update(state.global_step, rank_stats, tokens_per_second=speed)
         actions = self._answer(alerts + [(alert, state.data_step) for alert in of_machines])
@@ -164,11 +162,12 @@ class Recorder:
         self._last = replace(self._last, bad_rows=bad_rows, long_rows=long_rows)
         return actions, rows
 
-    def record_tokens(self, state: TrainingState, everyones: Iterable[Mapping[int, int]] = ()) -> None:
-        """Write the digests of the steps since the last such entry, if any. `everyones`: each rank's `tokens.lanes`,
-        which rank 0 alone needs."""
-        if facts := self.tokens.take(everyones):
-            self.events.write("tokens", step=state.global_step, **facts)
+    def record_tokens(self, state: TrainingState) -> None:
+        """Write the digests of the steps since the last such entry, if any."""
+        if self.tokens:
+            ranks, facts = self.collectives.world_size, token_digests.entry(self.tokens, state.data_step)
+            self.events.write("tokens", step=state.global_step, ranks=ranks, **facts)
+            self.tokens.clear()
 
     def log_save(self, *, blocked_seconds: float, seconds: float) -> None:
         """Put the pause of training for a checkpoint and its whole time into the next line of metrics."""

@@ -1,57 +1,52 @@
-"""Digests of the token ids that a run has read, for its ledger: `ds-encdec compare` finds by them where runs part."""
+"""Digests of the token ids that a run has read, for its ledger: `ds-encdec compare` finds by them where runs part. Of
+each step there are two sums over all lanes, of 32 bits each, which do not depend on the number of ranks: of the digests
+of its micro-batches, and of the same times the lane's number + 1. If one lane alone differs, the two name it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import index
 from typing import Any, NamedTuple
 
 from ds_encdec.base.types import Batch
 
+MOST_LANES = (
+    2**16
+)  # among which the one that differs is looked for; where several do, 1 in 2^16 cases names a wrong one
 
-class TokenDigests:
-    """Adds digests of micro-batches up until the next entry of the ledger: for each step 32 bits of the sum over all
-    lanes, which any number of ranks gives, and for each lane of this rank 16 bits of a sum over these steps."""
 
-    def __init__(self) -> None:
-        self.lanes: dict[int, int] = {}
-        self._steps: list[str] = []
-        self._last = 0
+def digest_sums(micro_batches: Iterable[Batch]) -> tuple[int, int]:
+    """Return a rank's part of the two sums of a step."""
+    digests = [(batch.lane + 1, batch.digest) for batch in micro_batches]
+    return sum(digest for _, digest in digests), sum(factor * digest for factor, digest in digests) % 2**32
 
-    def add(self, data_step: int, total: int, micro_batches: Iterable[Batch]) -> None:
-        """Add a step that was taken: the sum over all lanes, and this rank's micro-batches."""
-        self._last = data_step
-        self._steps.append(f"{total % 2**32:08x}")
-        for batch in micro_batches:  # odd weights: each bit counts, and steps that were exchanged give another sum
-            self.lanes[batch.lane] = (self.lanes.get(batch.lane, 0) + (2 * data_step + 1) * batch.digest) % 2**16
 
-    def take(self, everyones: Iterable[Mapping[int, int]]) -> dict[str, Any]:
-        """Return the facts of an entry, {} if no step was added, and begin anew. `everyones`: the `lanes` of all ranks;
-        without them the entry has none."""
-        steps, lanes = self._steps, sorted(item for of_rank in everyones for item in of_rank.items())
-        self._steps, self.lanes = [], {}
-        shown = {"steps": " ".join(steps), "lanes": " ".join(f"{digest:04x}" for _, digest in lanes)}
-        return {"data_step": self._last, "first": self._last + 1 - len(steps), **shown} if steps else {}
+def entry(sums: Sequence[tuple[int, int]], last: int) -> dict[str, Any]:
+    """Return the facts of an entry of the ledger, from the two sums of each data step up to `last`."""
+    steps = (f"{plain % 2**32:08x}{by_lane % 2**32:08x}" for plain, by_lane in sums)
+    return {"data_step": last, "first": last + 1 - len(sums), "steps": " ".join(steps)}
 
 
 class StepDigest(NamedTuple):
-    """The digest of a data step, those of the lanes over the steps from `first` to `last`, and the number of ranks."""
+    """The two sums of a data step, and the number of ranks then."""
 
-    digest: str
-    first: int
-    last: int
-    lanes: tuple[str, ...]
+    plain: int
+    by_lane: int
     ranks: int
+
+    def other_lane(self, other: "StepDigest") -> int | None:
+        """Return the lane in which alone the steps of two runs differ; None if others do, too."""
+        plain, by_lane = self.plain - other.plain, self.by_lane - other.by_lane
+        found = [lane for lane in range(MOST_LANES) if ((lane + 1) * plain - by_lane) % 2**32 == 0]
+        return found[0] if len(found) == 1 else None
 
 
 def read_digests(ledger: Iterable[Mapping[str, Any]]) -> dict[int, StepDigest]:
     """Return the digests by data step; of a step that a resume took again, that of the last time."""
-    found, ranks = dict[int, StepDigest](), 0
+    found = dict[int, StepDigest]()
     for line in ledger:
         with suppress(KeyError, AttributeError, TypeError, ValueError):  # it may come from another program
-            if line["kind"] == "start":
-                ranks = index(line["world_size"])
-            elif line["kind"] == "tokens":
-                first, steps, lanes = index(line["first"]), line["steps"].split(), tuple(line["lanes"].split())
-                around = (first, first + len(steps) - 1, lanes, ranks)
-                found |= {number: StepDigest(digest, *around) for number, digest in enumerate(steps, first)}
+            if line["kind"] == "tokens":
+                first, ranks = index(line["first"]), index(line["ranks"]) or 1
+                sums = [(int(step[:8], 16), int(step[8:], 16)) for step in line["steps"].split()]
+                found |= {number: StepDigest(*pair, ranks) for number, pair in enumerate(sums, first)}
     return found

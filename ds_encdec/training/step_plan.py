@@ -13,7 +13,7 @@ class StepTotals:
     """Sums over all ranks, known before a step's backward pass, from one small exchange between the hosts per step. The
     first three count ranks without a batch: for any reason, for lack of data, because a worker was killed. `stop`:
     ranks that are to stop. `save_due`: 1 if the clock demands a save. `saves_over`: ranks whose background save has
-    ended. `token_digest`: of the step's token ids, in all lanes. `epoch` is the lowest."""
+    ended. `token_digest`, `lane_digest`: the sums of monitor/token_digests.py. `epoch` is the lowest."""
 
     failed: int = 0
     failed_data: int = 0
@@ -24,6 +24,7 @@ class StepTotals:
     save_due: int = 0
     saves_over: int = 0
     token_digest: int = 0
+    lane_digest: int = 0
     epoch: int = 0
 
 

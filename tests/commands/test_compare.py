@@ -8,7 +8,8 @@ import pytest
 
 from ds_encdec import cli
 
-ENTRY = {"kind": "tokens", "step": 2, "data_step": 2, "first": 1, "steps": "000000aa 000000bb", "lanes": "0001 0002"}
+ENTRY = {"kind": "tokens", "step": 2, "data_step": 2, "first": 1, "ranks": 2}
+ENTRY |= {"steps": "000000aa000000ab 000000bb000000bc"}
 
 
 def folder(
@@ -16,10 +17,9 @@ def folder(
     *,
     ledger: Any = (ENTRY,),
     losses: tuple[Any, ...] = (3.5, 3.25),
-    ranks: int = 2,
 ) -> str:
     path.mkdir()
-    start = {"kind": "start", "step": 0, "data_step": 0, "world_size": ranks}
+    start = {"kind": "start", "step": 0, "data_step": 0, "world_size": 8}
     lines = [{"step": 2 * n, "train/loss": loss, "train/grad_norm": 1.0} for n, loss in enumerate(losses, start=1)]
     for name, rows in (("ledger", [start, *ledger]), ("metrics", lines)):
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -30,13 +30,13 @@ def test_it_names_each_first_difference_and_what_one_run_has_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = folder(tmp_path / "1")
-    wrong = ENTRY | {"steps": "000000aa 000000bc", "lanes": "0001 0003"}
-    more = ENTRY | {"data_step": 3, "first": 3, "steps": "000000cc"}
-    other = folder(tmp_path / "2", ledger=(wrong, more), losses=(3.5, None, 3.0), ranks=1)
+    wrong = ENTRY | {"steps": "000000aa000000ab 000000bc000000c0", "ranks": 1}  # 1 more, and 4 more
+    more = ENTRY | {"data_step": 3, "first": 3, "steps": "000000cc000000cc", "ranks": 4}  # the newest start's
+    other = folder(tmp_path / "2", ledger=(wrong, more), losses=(3.5, None, 3.0))
     assert cli.main(["compare", one, other]) == 10
     said = capsys.readouterr()
     assert said.out.splitlines() == [
-        f"Data step 2 is the first with other tokens, in lane 1 (rank 1 in {one}, rank 0 in {other}).",
+        f"Data step 2 is the first with other tokens, in lane 3 alone (rank 1 in {one}, rank 0 in {other}).",
         f"Step 4 is the first with other metrics: train/loss is 3.25 in {one}, None in {other}.",
         f"Only {other} has the tokens of 1 step, from 3 to 3.",
         f"Only {other} has the metrics of 1 step, from 6 to 6.",

@@ -40,7 +40,7 @@ def test_two_runs_part_at_the_step_and_the_rank_of_a_wrong_token(
     assert cli.main(["compare", whole, other]) == 10
     told = capsys.readouterr().out
     ranks = f"rank 1 in {whole}, rank 1 in {other}"
-    assert f"Data step 5 is the first with other tokens, in lane 1 ({ranks}).\n" in told
+    assert f"Data step 5 is the first with other tokens, in lane 1 alone ({ranks}).\n" in told
 
 
 def test_an_id_that_no_model_has_ends_the_run_and_the_steps_before_are_saved(runs: ForkedRuns, tmp_path: Path) -> None:

@@ -61,6 +61,23 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_performance_is_that_of_all_devices_and_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks that have the same figures."""
+    path = tmp_path / "metrics.jsonl"
+    recorder = make_recorder(path, 0)
+    monkeypatch.setattr(recorder.collectives, "gather", lambda record: [record] * 4)
+    run(recorder, 0, 4)
+    recorder.peak_flops = None
+    run(recorder, 4, 8)
+    known, unknown = lines(path)
+    seconds = known["perf/step_time_s"]
+    assert known["perf/tokens_per_sec"] == 4 * known["perf/tokens_per_sec_per_gpu"]
+    assert known["perf/tokens_per_sec"] * seconds == pytest.approx(TOKENS_PER_STEP)
+    assert known["perf/mfu"] * 1e12 * seconds == pytest.approx(6e9)
+    assert 0 < known["perf/data_wait_frac"] < 1
+    assert "perf/mfu" not in unknown
+
+
 def test_a_resumed_run_logs_what_an_uninterrupted_one_does_and_times_its_own_steps(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     run(make_recorder(whole, 0), 0, 12)
