@@ -88,3 +88,14 @@ def test_a_resume_on_more_ranks_raises_no_alert(runs: ForkedRuns, tmp_path: Path
     runs.run([*command, "training.num_train_steps=4"], ranks=2).ended_with(0)
     runs.run([*command, "--resume", "auto"], ranks=3).ended_with(0)
     assert not differences(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("bf16", ["true", "false"])
+def test_replicas_clip_by_one_norm_however_each_adds_up_its_own(
+    runs: ForkedRuns, tmp_path: Path, engine: str, bf16: str
+) -> None:
+    settings = SHORT | DDP | {"infra__replica_check_steps": 1, "training__max_grad_norm": 0.01, "training__bf16": bf16}
+    runs.run(arguments(tmp_path, engine, **settings), ranks=2, faults=[{"kind": "other_order", "on_rank": 1}])
+    assert not differences(tmp_path)
+    assert status(tmp_path)["state"] == "completed"

@@ -207,7 +207,11 @@ class ReplicatedGate(StepGate):
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
+    # Every rank has all gradients, equal to the bit, but with other threads or another device it adds in another order,
+    # and replicas that clip by norms with another last bit drift apart.
+    square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
+    torch.distributed.all_reduce(square)
+    return (square / torch.distributed.get_world_size()).sqrt()
 
 
 def step_gate(engine: DeepSpeedEngine, undo: ExitStack) -> StepGate:
