@@ -48,27 +48,20 @@ MAKE_ROOM = "Free space there, or lower training.save_total_limit."  # advice if
 Stage = Callable[..., StagedSave]  # `Engine.stage`
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOutcome:
-    """The outcome of a save; equal on all ranks but for the seconds. `blocked_seconds`: how long this rank's training
-    was paused. `seconds`: from the staging copy to the commit, or 0. `problem`: why there is no such checkpoint, or
-    None. `failures`: saves in a row that the disk refused."""
-
-    state: TrainingState
-    blocked_seconds: float
-    seconds: float
-    problem: DiskRefusedError | NonFiniteStateError | None
-    failures: int
-
-
 @dataclass
-class _SaveUnderWay:
-    """A save until `CheckpointManager.collect`. `ended`: its end's time, or its error."""
+class SaveOutcome:
+    """A save and, once it is collected, its outcome; equal on all ranks but for the seconds. `ended`: its end's time,
+    or its error. `blocked_seconds`: how long this rank's training was paused. `seconds`: from the staging copy to the
+    commit, or 0. `problem`: why there is no such checkpoint, or None. `failures`: saves in a row that the disk
+    refused."""
 
     state: TrainingState
-    began: float
-    blocked_seconds: float = 0.0
+    began: float = field(default_factory=time.monotonic)
     ended: Future[float] = field(default_factory=Future)
+    blocked_seconds: float = 0.0
+    seconds: float = 0.0
+    problem: DiskRefusedError | NonFiniteStateError | None = None
+    failures: int = 0
 
 
 class CheckpointManager:
@@ -81,7 +74,7 @@ class CheckpointManager:
         self._collectives = collectives
         self._background = collectives.background
         self._engine_name = engine_name
-        self._save: _SaveUnderWay | None = None
+        self._save: SaveOutcome | None = None  # under way
         self._failures = 0
         self.newest_step: int | None = None  # of the newest checkpoint from which the run can continue
 
@@ -114,12 +107,17 @@ class CheckpointManager:
         """Begin to save `state`, after an earlier save was collected: commit `step-N`, then point `pointers` at it.
         `write_rest` writes all files but the engine's into a folder; it is called on rank 0, in any thread."""
         assert self._save is None, "a save is under way"
-        save = _SaveUnderWay(state, began=time.monotonic())
+        save = SaveOutcome(state)
         step = state.global_step
+
+        @self._writing().explain_refusals()
+        def make_folder() -> Path:
+            if not self.folder.exists():
+                logger.warning("%s was moved away or deleted in mid-run: it is made again", self.folder)
+            return begin(self.files.at(step))
+
         try:
-            folder = self._collectives.on_rank_zero(
-                self._writing().explain_refusals()(lambda: begin(self.files.at(step)))
-            )
+            folder = self._collectives.on_rank_zero(make_folder)
             staged = stage(folder, copy=in_background)
         except DiskRefusedError as error:
             save.ended.set_exception(error)
@@ -153,15 +151,17 @@ class CheckpointManager:
         began = time.monotonic()
         error = save.ended.exception()
         self._save = None  # not before: an interrupted wait leaves it to `close`
-        blocked_seconds, seconds = save.blocked_seconds + time.monotonic() - began, 0.0
+        save.blocked_seconds += time.monotonic() - began
         if error is None:
-            seconds = save.ended.result() - save.began
+            save.seconds = save.ended.result() - save.began
             self._failures, self.newest_step = 0, save.state.global_step
-        elif isinstance(error, DiskRefusedError):
-            self._failures += 1
-        elif not isinstance(error, NonFiniteStateError):
+        elif isinstance(error, DiskRefusedError | NonFiniteStateError):
+            self._failures += isinstance(error, DiskRefusedError)
+            save.problem = error
+        else:
             raise error
-        return SaveOutcome(save.state, blocked_seconds, seconds, error, self._failures)
+        save.failures = self._failures
+        return save
 
     def close(self) -> None:
         """Wait for a save that nobody will collect, because training raised, and log its outcome."""

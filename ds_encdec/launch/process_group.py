@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -154,7 +153,7 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
             "WORLD_SIZE": world.world_size,
             "engine": engine,
             "device": device.type,
-            "code of ds_encdec": code_hash(Path(__file__).parents[1]),
+            "code of ds_encdec": code_hash(),
             **release_series,
             **shared,
         },

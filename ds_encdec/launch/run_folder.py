@@ -107,19 +107,17 @@ class RunFolder:
         return self.earlier
 
     def require_present(self) -> None:
-        """Raise RunFolderGoneError if the folder that this process has claimed was deleted or replaced since, and
-        CheckpointError if its checkpoints were deleted."""
-        gone: Path | None = None
-        if self._lock is not None:
-            try:
-                is_held = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.root / ".lock"))
-                gone = (None if self.checkpoints.is_dir() else self.checkpoints) if is_held else self.root
-            except OSError as error:  # if the file system does not answer now, the next save reports it
-                gone = self.root if isinstance(error, FileNotFoundError) else None
-        if gone is not None:
-            raise (RunFolderGoneError if gone == self.root else CheckpointError)(
-                f"infra.output_dir: {gone} was deleted or replaced while this run was writing into it, so no "
-                "checkpoint can be saved. Restore a copy and continue with `--resume auto`, or start again."
+        """Raise RunFolderGoneError if the folder that this process has claimed was deleted or replaced since."""
+        if self._lock is None:
+            return
+        try:
+            is_here = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.root / ".lock"))
+        except OSError as error:  # if the file system does not answer now, the next save reports it
+            is_here = not isinstance(error, FileNotFoundError)
+        if not is_here:
+            raise RunFolderGoneError(
+                f"infra.output_dir: {self.root} was deleted or replaced while this run was writing into it, so no "
+                "checkpoint can be saved. Restore a copy of it and continue with `--resume auto`, or start again."
             )
 
     def flush_record(self) -> None:
@@ -170,7 +168,7 @@ class RunFolder:
                 flush_folder(self.run_json)
 
     def read_status(self) -> dict[str, Any]:
-        """Return the content of `run.json`, or {} if there is none that a run has written."""
+        """Return the content of `run.json`, or {} unless a run has written it."""
         kinds = {"state": str, "reason": str, "exit_code": int | None}
         with suppress(OSError, ValueError, RecursionError):
             status = json.loads(self.run_json.read_text())  # `read_json` takes more memory than a full one has left

@@ -36,6 +36,7 @@ from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory
 from ds_encdec.launch.peers import named_error
 from ds_encdec.launch.process_group import choose_device, init_process_group, openmp_threads
+from ds_encdec.launch.run_folder import code_hash
 from ds_encdec.launch.world import World, discover
 
 HOSTS = {0: "node0", 1: "node0", 2: "node1", 3: "node1"}
@@ -64,14 +65,13 @@ def test_a_host_may_have_its_files_elsewhere_and_nothing_else() -> None:
 
 def test_a_change_of_the_code_on_one_host_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    digests = []
     for host, code in (("a", "a = 1"), ("b", "a = 1"), ("c", "a = 2")):
-        monkeypatch.setattr(process_group, "__file__", str(tmp_path / host / "launch" / "process_group.py"))
         (tmp_path / host / "launch").mkdir(parents=True)
-        (tmp_path / host / "world.py").write_text(code)
-        place = process_group._own_place(discover({}), torch.device("cpu"), "fsdp", {})
-        digests.append(place["equal"]["code of ds_encdec"])
+        (tmp_path / host / "launch" / "world.py").write_text(code)
+    digests = [code_hash(tmp_path / host) for host in "abc"]
     assert digests[0] == digests[1] != digests[2]
+    place = process_group._own_place(discover({}), torch.device("cpu"), "fsdp", {})
+    assert place["equal"]["code of ds_encdec"] == code_hash(Path(process_group.__file__).parents[1])
 
 
 RANKS = "for ranks 0-1 (node0), 2 (node1)"
