@@ -20,7 +20,7 @@ from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import is_auto, micro_batch_candidates, plan_lanes
-from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.build import build_data
 from ds_encdec.data.sources.tables import resolve_commits
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
@@ -233,7 +233,21 @@ def _build_trainer(
     collectives.on_rank_zero(lambda: clear_exports(folder))
     run = _plan(request, context, folder)
     metrics = collectives.on_every_rank(lambda: usable_metrics(run.config)) if training.eval_generate_samples else []
-    data = collectives.rank_zero_first(lambda: _build_data(run, request.allow_data_change))
+    data = collectives.rank_zero_first(
+        lambda: build_data(
+            run.config,
+            run.model.tokenizer,
+            run.model.vocabulary,
+            rank=context.world.rank,
+            world_size=context.world.world_size,
+            num_lanes=run.num_lanes,
+            saved=run.checkpoint.read_json("trainer.json")["data"] if run.checkpoint else None,
+            commits=run.commits,
+            accept_other_data=request.allow_data_change,
+            evaluation_cache=folder.root / "evaluation",
+            pin_memory=context.device.type == "cuda",
+        )
+    )
     require_same_data(data.fingerprint, collectives)
     run = replace(run, config=with_steps(run.config, data.pipeline, run.checkpoint, collectives))
     state = (
@@ -254,6 +268,10 @@ def _build_trainer(
     if run.checkpoint:
         state = checkpoints.adopt(run.checkpoint, state)
         logger.info("resumed from %s (step %d)", run.checkpoint.path, state.global_step)
+    model, examples, stop = run.model, data.eval_examples, request.stop
+    judge = Judge(
+        run.config, engine, model.config, model.tokenizer, collectives, examples, metrics, lambda: stop.requested
+    )
     trainer = Trainer(
         config=run.config,
         engine=engine,
@@ -262,28 +280,15 @@ def _build_trainer(
         collectives=collectives,
         recorder=begin_recording(run, state, expected),
         checkpoints=checkpoints,
-        stop=request.stop,
+        stop=stop,
         run_files=partial(checkpoint_files, run, data),
         state=state,
         require_folder=folder.require_present,
-        judge=_judge(run, engine, data, metrics, request.stop) if metrics else None,
+        judge=judge if metrics else None,
         callbacks=callbacks,
         rehearses=context.device.type != "cpu",
     )
     return trainer, expected, {"parameters": job.parameters, "trainable_parameters": job.trainable_parameters}
-
-
-def _judge(run: Run, engine: Engine, data: TrainingData, metrics: Sequence[str], stop: StopRequest) -> Judge:
-    return Judge(
-        run.config,
-        engine,
-        run.model.config,
-        run.model.tokenizer,
-        run.context.collectives,
-        data.eval_examples,
-        metrics,
-        stopped=lambda: stop.requested,
-    )
 
 
 def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
@@ -328,22 +333,6 @@ def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: st
     if resume == "auto" and checkpoint is None:
         logger.info("--resume auto: no checkpoint is in %s, so the run begins at step 0", folder.checkpoints)
     return checkpoint
-
-
-def _build_data(run: Run, accept_other_data: bool) -> TrainingData:
-    return build_data(
-        run.config,
-        run.model.tokenizer,
-        run.model.vocabulary,
-        rank=run.context.world.rank,
-        world_size=run.context.world.world_size,
-        num_lanes=run.num_lanes,
-        saved=run.checkpoint.read_json("trainer.json")["data"] if run.checkpoint else None,
-        commits=run.commits,
-        accept_other_data=accept_other_data,
-        evaluation_cache=run.folder.root / "evaluation",
-        pin_memory=run.context.device.type == "cuda",
-    )
 
 
 def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine:

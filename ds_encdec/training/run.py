@@ -34,7 +34,7 @@ from ds_encdec.monitor.metrics_file import EventLog, read_step_lines
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.registry.engines import ENGINES, ByEngine
+from ds_encdec.registry.engines import ByEngine
 from ds_encdec.training.run_model import RunModel
 
 logger = logging.getLogger(__name__)
@@ -189,19 +189,17 @@ def checkpoint_files(
     return write
 
 
-# The JSON files of each engine in the run's folder, and the functions that make their content.
-_ENGINE_FILES: ByEngine[Mapping[str, Callable[[FullConfig, World, torch.device, int], dict[str, Any]]]] = ByEngine(
-    deepspeed={"ds_config.json": run_json}, fsdp={}
+# The function that makes the content of `ds_config.json`; None for an engine that has none.
+_ENGINE_JSON: ByEngine[Callable[[FullConfig, World, torch.device, int], dict[str, Any]] | None] = ByEngine(
+    deepspeed=run_json, fsdp=None
 )
 
 
 def _write_run_configuration(run: Run) -> None:
-    context = run.context
+    context, path = run.context, run.folder.root / "ds_config.json"
     write_atomically(run.folder.config_yaml, run.config.dump_yaml())
-    for row in ENGINES.values():
-        for name, rendered in _ENGINE_FILES[row.name].items():
-            if row is context.engine_spec:
-                content = rendered(run.config, context.world, context.device, run.accumulation)
-                write_atomically(run.folder.root / name, json.dumps(content, indent=2) + "\n")
-            else:  # of another engine, left by an earlier start
-                (run.folder.root / name).unlink(missing_ok=True)
+    if (rendered := _ENGINE_JSON[context.engine]) is None:
+        path.unlink(missing_ok=True)  # of another engine, left by an earlier start
+    else:
+        content = rendered(run.config, context.world, context.device, run.accumulation)
+        write_atomically(path, json.dumps(content, indent=2) + "\n")

@@ -4,6 +4,7 @@ import logging
 import math
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain
 
 from ds_encdec.base.types import CheckpointError, DivergedError, NonFiniteStateError, TrainingState
 from ds_encdec.monitor.metrics_file import answer_field
@@ -33,7 +34,8 @@ def reason_to_save(
 
 def save(run: Trainer, reason: str, value: float | None = None) -> None:
     """Save a checkpoint. It becomes `best` if it was evaluated just now and is better than all saved ones. The last
-    save of this process is written at once, and the run fails with it. The outcome of any other is known later (at once
+    save of this process (`end`, `stop`) is written at once, and the run fails with it; `stop`: the run is not complete,
+    and a state that is not finite is left to the next start. The outcome of any other save is known later (at once
     after a rollback), and the run goes on if it failed. If a state is not finite, or replicas differ, and the run rolls
     back for it, that earlier state is saved instead."""
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
@@ -46,25 +48,23 @@ def save(run: Trainer, reason: str, value: float | None = None) -> None:
         if reason == "best" and not best:
             return  # the save that was under way is better
         saved = replace(run.state, best_value=value, best_step=run.state.global_step) if best else run.state
-        everyones = run.collectives.gather_to_zero((run.lanes, run.recorder.tokens.lanes))
-        run.recorder.record_tokens(run.state, [digests for _, digests in everyones])  # a resume repeats no part of it
-        lanes = [lane for of_rank, _ in everyones for lane in of_rank]
+        run.recorder.record_tokens(run.state)  # a resume repeats no part of this entry
+        lanes = list(chain.from_iterable(run.collectives.gather_to_zero(run.lanes)))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         facts = {"time": now, "loss": run.recorder.last_loss, "reason": reason}
         files = run.run_files(saved, run.recorder.state_dict(), lanes, facts)
-        last = reason in ("end", "stop")
-        in_background = run.training.async_save and not last and reason != "rollback"
-        pointers = ("best",) * best + ("final",) * run.is_over
+        in_background = run.training.async_save and reason in ("interval", "best")
+        pointers = ("best",) * best + ("final",) * (reason == "end")
         run.checkpoints.save(saved, run.engine.stage, files, pointers=pointers, in_background=in_background)
         run.recorder.machine.note_save()
-        if not in_background and collect_save(run, must_succeed=last):
+        if not in_background and collect_save(run, reason):
             save(run, after_rollback)
 
 
-def collect_save(run: Trainer, *, must_succeed: bool = False) -> bool:
+def collect_save(run: Trainer, reason: str = "") -> bool:
     """Wait for the save under way, if any, and record its outcome. A failed one changes nothing but the log, unless it
-    `must_succeed`: then CheckpointError is raised. A state that is not finite raises an alert; returns whether the run
-    has rolled back for it (see `answer_alert`)."""
+    is this process's last (see `save`): then CheckpointError is raised. A state that is not finite raises an alert;
+    returns whether the run has rolled back for it (see `answer_alert`)."""
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         outcome = run.checkpoints.collect()
     if outcome is None:
@@ -72,10 +72,12 @@ def collect_save(run: Trainer, *, must_succeed: bool = False) -> bool:
     step = outcome.state.global_step
     if isinstance(outcome.problem, NonFiniteStateError):
         message = f"this state is not saved, because it is not finite: {outcome.problem}"
-        return answer_alert(run, outcome.state, "non_finite_state", math.nan, message, is_last=must_succeed)
+        return answer_alert(run, outcome.state, "non_finite_state", math.nan, message, is_last=reason == "end")
     if outcome.problem is not None:
-        problem = f"step {step} was not saved: {outcome.problem} {_newest(run)}"
-        if must_succeed:
+        number = run.checkpoints.newest_step
+        newest = "There is no checkpoint yet" if number is None else f"The newest is step {number}'s"
+        problem = f"step {step} was not saved: {outcome.problem} {newest}"
+        if reason in ("end", "stop"):
             raise CheckpointError(f"{problem}. Then go on with `--resume auto`.")
         if run.collectives.rank == 0:
             again = f"{outcome.failures} saves in a row have failed now. " if outcome.failures > 1 else ""
@@ -93,14 +95,16 @@ def collect_save(run: Trainer, *, must_succeed: bool = False) -> bool:
 def answer_alert(run: Trainer, state: TrainingState, kind: str, value: float, message: str, *, is_last: bool) -> bool:
     """Raise the alert `kind` about `state`, and act on its answer; returns whether the run has rolled back, and its
     caller saves at once. Raises DivergedError if the alert stops the run, or if it `is_last`, so that nothing later
-    decides, and there is no rollback."""
+    decides, and there is no rollback: the state of an evaluation is saved first."""
     actions = unless_stopped(run.recorder.alert(state, kind, value, math.inf, message))
     if roll_back(run, actions):
         return True
     if is_last:
+        if kind == "non_finite_evaluation":
+            save(run, "stop")
         raise DivergedError(
-            f"{kind}: step {state.global_step}: {message}. {_newest(run)}; all checkpoints are finite. Go on with "
-            "`--resume auto`, and lower training.learning_rate if it happens again."
+            f"{kind}: step {state.global_step}: {message}. `--resume auto` goes on from step "
+            f"{run.checkpoints.newest_step or 0}; if it happens again, lower training.learning_rate."
         )
     return False
 
@@ -140,8 +144,3 @@ def heal(run: Trainer, actions: Actions) -> bool:
         step = run.state.global_step
         raise replicas_error(alert, f"still after the rollback to step {step}, in weights that no checkpoint holds")
     return True
-
-
-def _newest(run: Trainer) -> str:
-    step = run.checkpoints.newest_step
-    return "There is no checkpoint yet" if step is None else f"The newest is step {step}'s"

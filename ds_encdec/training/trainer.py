@@ -24,17 +24,10 @@ from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.evaluate.in_training import evaluate
 from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.monitor.recorder import Actions
+from ds_encdec.monitor.token_digests import digest_sums
 from ds_encdec.training.loop_state import NextStep, Trainer, run_callbacks
 from ds_encdec.training.replicas import due_digest, judge_replicas, places
-from ds_encdec.training.saving import (
-    answer_alert,
-    collect_save,
-    heal,
-    reason_to_save,
-    roll_back,
-    save,
-    unless_stopped,
-)
+from ds_encdec.training.saving import answer_alert, collect_save, heal, reason_to_save, roll_back, save, unless_stopped
 from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation
 
 logger = logging.getLogger(__name__)
@@ -47,6 +40,10 @@ def train(run: Trainer) -> TrainingState:
     Raises Preempted after a save if the run is to stop; DivergedError if too many steps in a row were skipped, an alert
     demands it, or the rollbacks are used up; CheckpointError if the last save fails. A save may still be under way."""
     _rehearse(run)
+    if run.is_over and not run.collectives.on_rank_zero((run.checkpoints.folder / "final").exists):
+        # The last evaluation was not finite, or `num_train_steps` was lowered to this step.
+        value, rolled_back = _evaluate(run, StepPlan(log=True, evaluate=bool(run.training.eval_samples)))
+        save(run, "end" if run.is_over and not rolled_back else "rollback", value)
     while not run.is_over:
         micro_batches, totals = _next_step(run)
         for number, micro_batch in enumerate(micro_batches, start=1):
@@ -62,7 +59,7 @@ def train(run: Trainer) -> TrainingState:
 
         run.state = advance(run.state, result, totals)
         run.recorder.end_step(run.state, result)
-        run.recorder.tokens.add(run.state.data_step, totals.token_digest, micro_batches)
+        run.recorder.tokens.append((totals.token_digest, totals.lane_digest))
         if run.state.data_step % GARBAGE_STEPS == 0:
             gc.collect()  # in the same step on every rank: see build.manual_gc
         run_callbacks(run, "after_step", run.state, result)
@@ -72,8 +69,9 @@ def train(run: Trainer) -> TrainingState:
         rolled_back = totals.saves_over == run.collectives.world_size and collect_save(run)
         if rolled_back:
             plan = StepPlan()  # the step is taken back
-        actions, value = _log_or_judge(run, plan), None
+        actions = unless_stopped(_log(run) if plan.log else run.recorder.judge() if plan.judge else Actions())
         rolled_back = roll_back(run, actions) or rolled_back
+        value = None
         if not rolled_back and (run.is_over or not actions.leave):
             value, rolled_back = _evaluate(run, plan)
         if reason := reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
@@ -142,7 +140,7 @@ def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
         # Rank 0's clock decides.
         run.collectives.rank == 0 and hours is not None and time.monotonic() - run.last_save > hours * 3600,
         run.checkpoints.save_is_over,
-        sum(batch.digest for batch in micro_batches or ()),
+        *digest_sums(micro_batches or ()),
     )
     digest = due_digest(run)  # behind the other sums, which need not wait for the device
     lowest = run.collectives.begin_lowest(run.loader.epoch, *places(digest))
@@ -154,7 +152,7 @@ def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = 
     is None; DivergedError if alerts of the steps demand it."""
     if error is not None and run.collectives.rank == 0:  # now, since the save may end the process
         logger.error("No data for the next step; the steps before it are saved: %s", error)
-    actions = _log_or_judge(run, StepPlan(judge=True))
+    actions = unless_stopped(run.recorder.judge())
     rolled_back = roll_back(run, actions)
     try:
         rolled_back = collect_save(run) or rolled_back
@@ -169,8 +167,12 @@ def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = 
 
 
 def _preempted(run: Trainer, stopped_by: str) -> Preempted:
-    saved, none = "state saved; go on with --resume auto", "no step was taken, so there was nothing to save"
-    return Preempted(f"stopped at step {run.state.global_step} by {stopped_by}; {saved if run.has_stepped else none}")
+    nothing = "no step was taken, so there was nothing to save"
+    what = "state saved; go on with --resume auto" if run.has_stepped else nothing
+    if run.saved_data_step != run.state.data_step:
+        newest = run.checkpoints.newest_step or 0
+        what = f"its state is not finite, and not saved: --resume auto goes on from step {newest}"
+    return Preempted(f"stopped at step {run.state.global_step} by {stopped_by}; {what}")
 
 
 def _count_skipped(run: Trainer, result: StepResult) -> None:
@@ -181,10 +183,6 @@ def _count_skipped(run: Trainer, result: StepResult) -> None:
             f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched: check "
             "the data, lower training.learning_rate, or raise the thresholds of alerts with skip_step."
         )
-
-
-def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
-    return unless_stopped(_log(run) if plan.log else run.recorder.judge() if plan.judge else Actions())
 
 
 def _log(run: Trainer) -> Actions:

@@ -46,7 +46,7 @@ def ended_without_a_model(folder: Path, steps: list[int]) -> None:
     assert not [name for name in names if name == "final" or name.endswith(".tmp")]
     assert not list(folder.glob("export/*"))
     assert status(folder)["exit_code"] == 7
-    assert f"The newest is step {steps[-1]}'s" in status(folder)["reason"]
+    assert f"`--resume auto` goes on from step {steps[-1]};" in status(folder)["reason"]
 
 
 @pytest.fixture(scope="module")
@@ -120,13 +120,41 @@ def test_a_rollback_takes_the_newest_checkpoint_and_the_run_is_one_without_that_
 EVALUATES = {"training__eval_samples": 5, "training__eval_steps": 5, "training__save_steps": 5}
 
 
-def test_a_last_evaluation_that_is_not_finite_completes_no_run(runs: ForkedRuns, tmp_path: Path) -> None:
-    fault = [{"kind": "nan_evaluation", "on_rank": 1, "first": 10, "last": 100}]
-    runs.run(arguments(tmp_path, "fsdp", **EVALUATES), ranks=2, faults=fault).ended_with(7)
-    ended_without_a_model(tmp_path, [5])
-    assert "non_finite_evaluation: step 10: eval/loss is nan" in status(tmp_path)["reason"]
-    (alert,) = alerts(tmp_path, "non_finite_evaluation")
-    assert (alert["step"], alert["action"]) == (10, "skip_step")
+def test_a_last_evaluation_that_is_not_finite_completes_no_run_and_the_last_step_is_saved(
+    runs: ForkedRuns, tmp_path: Path
+) -> None:
+    """A resume evaluates again, and completes the run only if that is finite."""
+    command, fault = arguments(tmp_path, "fsdp", **EVALUATES), {"kind": "nan_evaluation", "on_rank": 1, "last": 100}
+    for options, first in (([], 10), (["--resume", "auto"], 0)):
+        runs.run([*command, *options], ranks=2, faults=[fault | {"first": first}]).ended_with(7)
+        ended_without_a_model(tmp_path, [5, 10])
+        assert "non_finite_evaluation: step 10: eval/loss is nan" in status(tmp_path)["reason"]
+    told = [(alert["step"], alert["action"]) for alert in alerts(tmp_path, "non_finite_evaluation")]
+    assert told == [(10, "skip_step")] * 2
+    runs.run([*command, "--resume", "auto"], ranks=2).ended_with(0)
+    assert (tmp_path / "checkpoints" / "final").resolve().name == "step-00000010"
+    assert (tmp_path / "export" / "final").exists()
+
+
+@pytest.mark.parametrize(("answer", "code"), [("skip_step", 75), ("stop", 7)])
+def test_a_run_that_is_stopped_with_a_state_that_is_not_finite_is_to_be_started_again(
+    runs: ForkedRuns, tmp_path: Path, answer: str, code: int
+) -> None:
+    command = arguments(tmp_path, "fsdp", monitor__on_non_finite=answer)
+    faults = [*damage("exp_avg", after=5), {"kind": "asked_to_stop", "at": 5}]
+    result = runs.run(command, ranks=2, faults=faults).ended_with(code)
+    assert sorted(committed_steps(tmp_path / "checkpoints")) == [3]
+    assert "state saved" not in result.output
+    if code == 75:
+        assert status(tmp_path)["state"] == "preempted"
+        assert "its state is not finite, and not saved: --resume auto goes on from step 3" in status(tmp_path)["reason"]
+        runs.run([*command, "--resume", "auto"], ranks=2).ended_with(0)
+
+
+def test_a_run_without_a_checkpoint_is_told_to_begin_again(runs: ForkedRuns, tmp_path: Path) -> None:
+    command = arguments(tmp_path, "fsdp", training__save_steps=100)
+    runs.run(command, ranks=2, faults=damage("exp_avg", after=STEPS)).ended_with(7)
+    assert "`--resume auto` goes on from step 0;" in status(tmp_path)["reason"]
 
 
 def test_an_evaluation_that_is_not_finite_rolls_back(runs: ForkedRuns, tmp_path: Path) -> None:

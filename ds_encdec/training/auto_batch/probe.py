@@ -81,11 +81,6 @@ class ProbeTask:
     device: str
     free_bytes: int
 
-    @property
-    def limit_bytes(self) -> int:
-        """Bytes that the probe may take."""
-        return int(self.free_bytes * (1 - HEADROOM))
-
 
 TASK = TypeAdapter(ProbeTask)  # writes a task as one line of JSON, and reads it
 
@@ -160,15 +155,15 @@ def zero_weights(sizes: ModelSizes) -> WeightSource:
 
 
 def _limit(device: torch.device, task: ProbeTask) -> None:
-    """Make allocations beyond `limit_bytes` fail. Without this, the kernel of a host would kill some process."""
+    """Make allocations that leave less than `HEADROOM` fail. Otherwise a host's kernel would kill some process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)  # `free` excludes this process's context already
-        usable = max(0, free - (task.free_bytes - task.limit_bytes))
+        usable = max(0, free - int(task.free_bytes * HEADROOM))
         torch.cuda.set_per_process_memory_fraction(usable / total, device)
         return
     # The limit is on mapped memory; stacks and arenas of threads are mostly unused.
     torch.zeros(2**22).add_(1)  # starts the threads
-    limit = task.limit_bytes + max(0, own_status("VmData") - own_status("VmRSS"))
+    limit = int(task.free_bytes * (1 - HEADROOM)) + max(0, own_status("VmData") - own_status("VmRSS"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
 
