@@ -153,7 +153,7 @@ class InfraConfig(Section):
     """Ranks that hold one sharded copy together, with a `_hybrid` stage; a divisor of the ranks. None: a node's
     ranks."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "cpu"
-    """Place of optimizer states and master weights; with zero0 the default is none. `nvme`: a local disk
+    """Place of optimizer states and master weights; with zero0 the default is `none`. `nvme`: a local disk
     (docs/engine.md)."""
     offload_params: Literal["none", "cpu"] = "none"
     """Place of parameters between uses. zero3 only."""

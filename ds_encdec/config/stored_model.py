@@ -122,7 +122,7 @@ def require_recorded_code(folder: Path, stored: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
         raise CheckpointError(
             f"{folder / name}: its SHA-256 is not the one in config.json, so the model's code was changed or damaged "
-            "after the export. Export the checkpoint again, or take the folder anew from where you have it"
+            "after the export. Export the checkpoint again, or copy the folder again from where you have it"
         )
 
 

@@ -72,7 +72,7 @@ TRAINED: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Settings of runs that do not train all of the model, or not without dropout."""
 CHECKPOINTING = {"deepspeed": ("none", "full", "every_n"), "fsdp": ("none", "full", "selective")}
-"""`selective` is FSDP2's alone; every_n's layers are none's and full's."""
+"""`selective` exists under FSDP2 alone; the layers of `every_n` are measured as those of `none` and of `full`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,8 +244,21 @@ def deaf(rank: int, *, at: int, on_rank: int) -> None:
     _act_on_loss(rank == on_rank, at, lambda: time.sleep(600))
 
 
-def bug(rank: int, *, at: int, on_rank: int) -> None:
-    _act_on_loss(rank == on_rank, at, lambda: {}["a bug"])
+def bug(rank: int, *, at: int, on_rank: int, text: str = "a bug") -> None:
+    _act_on_loss(rank == on_rank, at, lambda: {}[text])
+
+
+def other_order(rank: int, *, on_rank: int) -> None:
+    """One rank's norms have other last bits, as if other threads had added them up."""
+    norms = torch._foreach_norm
+    if rank == on_rank:
+        torch._foreach_norm = lambda *given, **more: [norm * (1 + 1e-6) for norm in norms(*given, **more)]
+
+
+def unread_metrics(rank: int, *, on_rank: int) -> None:
+    """One rank fails if it reads metrics.jsonl or the ledger of the run that it resumes."""
+    if rank == on_rank:
+        _around("ds_encdec.monitor.metrics_file:_step_lines", before=lambda: {}["read"])
 
 
 def asked_to_stop(rank: int, *, at: int) -> None:

@@ -51,9 +51,16 @@ def test_a_killed_rank_is_named_and_the_others_do_not_take_the_blame(
     assert [checkpoint.manifest.step for checkpoint in verify_checkpoints(tmp_path)] == [4]
 
 
-def test_the_error_of_a_rank_is_no_loss_of_it(runs: ForkedRuns, tmp_path: Path) -> None:
-    runs.run(arguments(tmp_path), ranks=2, faults=[{"kind": "bug", "at": 6, "on_rank": 1}]).ended_with(1)
-    assert "KeyError: 'a bug'" in status(tmp_path)["reason"]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_error_of_a_rank_is_no_loss_of_it_and_its_secrets_are_masked(
+    runs: ForkedRuns, tmp_path: Path, rank: int
+) -> None:
+    fault = {"kind": "bug", "at": 6, "on_rank": rank, "text": "no https://user:hunter2@host"}
+    runs.run(arguments(tmp_path), ranks=2, faults=[fault]).ended_with(1)
+    assert "KeyError: 'no https://***@host'" in status(tmp_path)["reason"]
+    ledger = (tmp_path / "ledger.jsonl").read_text()
+    assert ("https://***@host" in ledger) == (rank == 0)  # which alone writes it
+    assert "hunter2" not in ledger + (tmp_path / "run.json").read_text()
 
 
 def test_a_run_that_was_killed_whole_does_not_stay_running(runs: ForkedRuns, tmp_path: Path) -> None:
@@ -65,18 +72,20 @@ def test_a_run_that_was_killed_whole_does_not_stay_running(runs: ForkedRuns, tmp
     assert status(tmp_path)["reason"] in refused.output
 
 
-@pytest.mark.parametrize("deleted", ["", "checkpoints"])
-def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path, deleted: str) -> None:
+def test_a_folder_that_is_deleted_ends_the_run_and_one_of_checkpoints_is_made_again(
+    runs: ForkedRuns, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    fault = {"kind": "deleted_folder", "at": 5, "path": str(folder / deleted)}
+    fault = {"kind": "deleted_folder", "at": 5, "path": str(folder)}
     result = runs.run(arguments(folder), ranks=2, faults=[fault]).ended_with(5)
-    assert f"infra.output_dir: {folder / deleted} was deleted or replaced" in result.output
+    assert f"infra.output_dir: {folder} was deleted or replaced" in result.output
     assert "Traceback" not in result.output
-    assert not (folder / "checkpoints").exists()
-    if deleted:
-        assert (status(folder)["state"], status(folder)["exit_code"]) == ("failed", 5)
-    else:
-        assert not (folder / "run.json").exists()
+    assert not folder.exists()
+
+    fault["path"] = str(folder / "checkpoints")
+    result = runs.run(arguments(folder), ranks=2, faults=[fault]).ended_with(0)
+    assert f"{folder}/checkpoints was moved away or deleted in mid-run: it is made again" in result.output
+    assert [checkpoint.manifest.step for checkpoint in verify_checkpoints(folder)] == [8]
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_told_at_the_start(runs: ForkedRuns, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -63,6 +64,33 @@ def test_a_standby_becomes_the_rank_that_torchrun_starts_again(tmp_path: Path) -
     finally:
         torchrun.kill()
         print((tmp_path / "log").read_text()[-3000:])
+
+
+def test_a_standby_takes_its_rank_from_a_child_of_its_torchrun_alone(tmp_path: Path) -> None:
+    """This process is the torchrun, and no child of itself."""
+    agent, variables = psutil.Process(), environment() | {"LOCAL_RANK": "9"}
+    address = f"\0ds_encdec-standby-{agent.pid}-{agent.create_time():.2f}-9"
+    command = [*launcher("python"), "--config", "quickstart", "--print-config"]
+    standby = subprocess.Popen(
+        launcher("python"), env=variables | {"DS_ENCDEC_STANDS_BY": "1"}, stdin=subprocess.PIPE, text=True
+    )
+    try:
+        assert standby.stdin is not None
+        with standby.stdin as order:
+            json.dump({"torchrun": agent.pid, "address": address, "modules": []}, order)
+        wait_until(lambda: f"@{address[1:]}" in Path("/proc/net/unix").read_text())
+        with socket.socket(socket.AF_UNIX) as foreign:
+            foreign.connect(address)
+            rank = {"arguments": command[1:], "folder": str(tmp_path), "environment": variables}
+            socket.send_fds(foreign, [json.dumps(rank).encode() + b"\n"], [0, 1, 2])
+            run = subprocess.run(
+                command, env=variables | {"TORCHELASTIC_MAX_RESTARTS": "1"}, stdout=subprocess.PIPE, text=True
+            )
+            assert run.returncode == standby.wait(timeout=120) == 0
+            assert "num_train_steps" in run.stdout  # printed by the standby
+            assert foreign.recv(1) == b""
+    finally:
+        standby.kill()
 
 
 def _main_rank(run: Path) -> int:

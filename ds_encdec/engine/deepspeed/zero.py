@@ -189,7 +189,7 @@ class DeepSpeedEngine(ShardedEngine):
     def replica_digest(self) -> ReplicaDigest | None:
         engine, stage = self._engine, self._engine.zero_optimization_stage()
         if stage == 3 or self._context.world.world_size == 1:
-            return None  # what stage 3 keeps whole is gathered anew in each step
+            return None  # each step gathers again what stage 3 keeps whole
         own = () if stage else ([shard.weights for shard in private.shards(engine)], engine.basic_optimizer.state)
         return ReplicaDigest(0, 1, sum_of_bits([engine.module.parameters(), *own]))
 
