@@ -83,15 +83,9 @@ def restored_state(
 ) -> TrainingState:
     """Move the loader of `data` to the checkpoint's position, and return its state, with the best checkpoint forgotten
     if this run has another `metric_for_best_model` or other data."""
+    if is_main:
+        _warn_of_another_optimizer(checkpoint, training)
     state, path = checkpoint.training_state(), checkpoint.path
-    theirs = load_saved(path / "config.yaml").training
-    then, now = (f"{one.optimizer} {one.optimizer_args or ''}".strip() for one in (theirs, training))
-    if is_main and then != now:
-        logger.warning(
-            "%s was saved with training.optimizer=%s, but this run has %s: states of the same names are kept, though "
-            "their meaning may differ. To start with states of zeros, start a new run from the export.",
-            *(path, then, now),
-        )
     from_here = "From here the best checkpoint is chosen, and early stopping counts."
     if (then := state.best_by) != (now := training.best_by):
         logger.info("The best checkpoint of %s is by the %s, and of this run by the %s. %s", path, then, now, from_here)
@@ -103,6 +97,17 @@ def restored_state(
     level, found = logging.WARNING if is_main else logging.DEBUG, changes(fingerprint, data.fingerprint)
     logger.log(level, "This run reads other data than %s: %s. %s", path, found, from_here)
     return state.without_best()
+
+
+def _warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig) -> None:
+    theirs = load_saved(checkpoint.path / "config.yaml").training
+    then, now = (f"{one.optimizer} {one.optimizer_args or ''}".strip() for one in (theirs, training))
+    if then != now:
+        logger.warning(
+            "%s was saved with training.optimizer=%s, but this run has %s: states of the same names are kept, though "
+            "their meaning may differ. To start with states of zeros, start a new run from the export.",
+            *(checkpoint.path, then, now),
+        )
 
 
 def load_engine(engine: Engine, checkpoint: Checkpoint, collectives: HostCollectives) -> None:
