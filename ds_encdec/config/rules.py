@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ds_encdec.base.plugins import PYTHON, is_dotted
-from ds_encdec.config.data_sections import LOCAL_FORMATS, DataConfig, EvalSet, Source
+from ds_encdec.config.data_sections import LOCAL_FORMATS, DataConfig, Source
 from ds_encdec.config.engine_rules import LACKS, infra_rules
 from ds_encdec.config.sections import Sections
-from ds_encdec.config.settings import Conflict, broken, unknown_key
+from ds_encdec.config.settings import Conflict, conflicts_in, unknown_key
 from ds_encdec.config.training_rules import training_rules
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.engines import ENGINES, EngineName, EngineSpec
@@ -35,74 +35,60 @@ def find_conflicts(config: Sections) -> list[Conflict]:
 def _model(config: Sections) -> Iterator[Conflict]:
     model, shape, lora, data = config.model, config.model.architecture, config.model.lora, config.data
     named, tokenizer = model.model_name_or_path is not None, model.tokenizer_name_or_path
-    targets, sources = lora.target_modules if lora else ("",), "model_name_or_path architecture"
-    yield from broken(
-        "model",
-        (named and shape, sources, "give one of the two: a checkpoint to start from, or the sizes of a new model"),
-        (not named and not shape, sources, "give one of the two: a checkpoint to start from, or an architecture"),
-        (
-            shape and tokenizer is None,
-            "tokenizer_name_or_path",
-            "a model from scratch has no tokenizer: name one, or `builtin`",
-        ),
-        (
-            not shape and tokenizer == "builtin",
+    targets, conflict = lora.target_modules if lora else ("",), conflicts_in("model")
+    if named == (shape is not None):
+        yield conflict(
+            "model_name_or_path architecture",
+            "give one of the two: a checkpoint to start from, or the sizes of a new model",
+        )
+    if shape and tokenizer is None:
+        yield conflict("tokenizer_name_or_path", "a model from scratch has no tokenizer: name one, or `builtin`")
+    if not shape and tokenizer == "builtin":
+        yield conflict(
             "tokenizer_name_or_path model_name_or_path",
             "builtin goes with an architecture: a pretrained model needs the tokenizer it was trained with",
-        ),
-        (not targets, "model.lora.target_modules", "at least one is needed, or nothing is trained"),
-        (len({*targets}) < len(targets), "model.lora.target_modules", "a name stands there twice"),
-    )
+        )
+    if not targets:
+        yield conflict("model.lora.target_modules", "at least one is needed, or nothing is trained")
+    if len({*targets}) < len(targets):
+        yield conflict("model.lora.target_modules", "a name stands there twice")
     if shape is None:
         return
-    at, needed = (
-        "model.architecture.",
-        SMALLEST_VOCABULARY + model.num_sentinel_tokens + len(DENOISERS) * data.use_mode_tokens,
-    )
-    yield from broken(
-        "data",
-        (
-            shape.num_attention_heads % shape.num_key_value_heads,
-            f"{at}num_attention_heads {at}num_key_value_heads",
+    conflict = conflicts_in("model.architecture")
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        yield conflict(
+            "num_attention_heads num_key_value_heads",
             "every key/value head must serve equally many query heads: one must divide the other",
-        ),
-        (shape.head_dim % 2, f"{at}head_dim", "must be even: rotary embeddings turn pairs of dimensions"),
-        (
-            shape.vocab_size < needed,
-            f"{at}vocab_size model.num_sentinel_tokens use_mode_tokens",
+        )
+    if shape.head_dim % 2:
+        yield conflict("head_dim", "must be even: rotary embeddings turn pairs of dimensions")
+    needed = SMALLEST_VOCABULARY + model.num_sentinel_tokens + len(DENOISERS) * data.use_mode_tokens
+    if shape.vocab_size < needed:
+        yield conflict(
+            "vocab_size model.num_sentinel_tokens data.use_mode_tokens",
             f"must be >= {needed}: bytes, special tokens, sentinels and mode tokens each take a row",
-        ),
-        *(
-            (
-                getattr(data, name) > shape.max_position_embeddings,
-                f"{name} {at}max_position_embeddings",
-                "an example may be longer than the model is declared for",
-            )
-            for name in ("max_encoder_length", "max_decoder_length")
-        ),
-    )
+        )
+    for name in ("data.max_encoder_length", "data.max_decoder_length"):
+        if getattr(data, name.removeprefix("data.")) > shape.max_position_embeddings:
+            yield conflict(f"{name} max_position_embeddings", "an example may be longer than the model is declared for")
 
 
 def _data(data: DataConfig) -> Iterator[Conflict]:
-    is_mixed, names, weights = data.mixture is not None, ", ".join(DENOISERS), data.ul2_task_weights
+    names, weights, conflict = ", ".join(DENOISERS), data.ul2_task_weights, conflicts_in("data")
     for at, source in data.sources_by_path().items():
         yield from _source(source, at)
-    yield from broken(
-        "data",
-        (data.mixture == (), "mixture", "a mixture needs at least one source"),
-        (
-            data.mixture_weights_count == "tokens" and not is_mixed,
-            "mixture_weights_count mixture",
-            "only a mixture has weights: remove it",
-        ),
-        *(
-            (is_mixed, f"mixture {name}", f"a mixture replaces {name}: remove it, or make it one of its sources")
-            for name in data.changed(*Source.model_fields)
-        ),
-        (len(weights) != len(DENOISERS), "ul2_task_weights", f"must be {len(DENOISERS)} weights, of {names}"),
-        (min(weights, default=0) < 0, "ul2_task_weights", f"weights of {names} must be >= 0"),
-        (not any(weights), "ul2_task_weights", f"at least one of {names} must have a weight > 0"),
-    )
+    if data.mixture == ():
+        yield conflict("mixture", "a mixture needs at least one source")
+    if data.mixture_weights_count == "tokens" and data.mixture is None:
+        yield conflict("mixture_weights_count mixture", "only a mixture has weights: remove it")
+    for name in data.changed(*Source.model_fields) if data.mixture is not None else ():
+        yield conflict(f"mixture {name}", f"a mixture replaces {name}: remove it, or make it one of its sources")
+    if len(weights) != len(DENOISERS):
+        yield conflict("ul2_task_weights", f"must be {len(DENOISERS)} weights, of {names}")
+    if min(weights, default=0) < 0:
+        yield conflict("ul2_task_weights", f"weights of {names} must be >= 0")
+    if not any(weights):
+        yield conflict("ul2_task_weights", f"at least one of {names} must have a weight > 0")
     yield from _fields_not_read(data)
     if OBJECTIVES[data.objective].takes_records:
         yield from _records(data)
@@ -111,127 +97,89 @@ def _data(data: DataConfig) -> Iterator[Conflict]:
     for name in data.eval_sets:
         alone, path = data.of_eval_set(name), f"data.eval_sets.{name}"
         if re.fullmatch(r"[\w-]+", name, re.ASCII) is None:
-            yield Conflict(("data.eval_sets",), f"{name!r}: names are of letters, digits, `_` and `-`")
+            yield conflict("eval_sets", f"{name!r}: names are of letters, digits, `_` and `-`")
             continue
         if alone.own_split("validation") is None:
-            yield Conflict((path,), "name its texts: eval_files, eval_dataset_name or eval_split")
+            yield conflict(path, "name its texts: eval_files, eval_dataset_name or eval_split")
         yield from _evaluation(alone, path)
 
 
 def _source(source: Source, at: str) -> Iterator[Conflict]:
     name, kind, files = source.dataset_name, local_kind(source.dataset_name), source.data_files
-    reads_files = kind is not None and kind.reads_files
-    return broken(
-        at,
-        (
-            name.startswith(PYTHON) and not is_dotted(name.removeprefix(PYTHON)),
-            "dataset_name",
-            "write `python:module:function`",
-        ),
-        (
-            name in _FORMAT_OF,
-            "dataset_name",
-            f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`",
-        ),
-        (reads_files and not files, "dataset_name data_files", f"{name} needs data_files, paths or patterns of files"),
-        (
-            kind and not reads_files and files is not None,
-            "dataset_name data_files",
-            f"{name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}",
-        ),
-    )
+    reads_files, conflict = kind is not None and kind.reads_files, conflicts_in(at)
+    if name.startswith(PYTHON) and not is_dotted(name.removeprefix(PYTHON)):
+        yield conflict("dataset_name", "write `python:module:function`")
+    if name in _FORMAT_OF:
+        yield conflict("dataset_name", f"no data set; for local files of this kind write `{_FORMAT_OF[name]}`")
+    if reads_files and not files:
+        yield conflict("dataset_name data_files", f"{name} needs data_files, paths or patterns of files")
+    if kind and not reads_files and files is not None:
+        yield conflict("dataset_name data_files", f"{name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}")
 
 
 def _fields_not_read(data: DataConfig) -> Iterator[Conflict]:
-    objective = OBJECTIVES[data.objective]
+    objective, conflict = OBJECTIVES[data.objective], conflicts_in("data")
     for other, row in OBJECTIVES.items():
         names = row.split_fields if objective.takes_records else row.own_fields
         mine = objective.split_fields if objective.takes_records else objective.own_fields
         fix = " and ".join(mine) if objective.takes_records else f"objective={other}"
         for name in data.changed(*(name for name in names if name not in mine)):
-            yield Conflict(
-                (f"data.{name}", "data.objective"), f"{data.objective} does not read it: set {fix}, or remove it"
-            )
+            yield conflict(f"{name} objective", f"{data.objective} does not read it: set {fix}, or remove it")
 
 
 def _records(data: DataConfig) -> Iterator[Conflict]:
     with_columns = ", ".join(name for name, kind in LOCAL_SOURCES.items() if kind.has_columns)
+    conflict = conflicts_in("data")
     for at, source in data.sources_by_path().items():
         if (kind := local_kind(source.dataset_name)) and not kind.has_columns:
-            yield Conflict(
-                ("data.objective", f"{at}.dataset_name"),
-                f"its rows have no columns: take {with_columns}, or a data set of the hub",
-            )
+            fix = f"take {with_columns}, or a data set of the hub"
+            yield conflict(f"objective {at}.dataset_name", f"its rows have no columns: {fix}")
     known: set[str] = set()
     for name in ("input_template", "output_template"):
         try:
             fields = {field for _, field in template_parts(getattr(data, name)) if field is not None}
         except ValueError as error:
-            yield Conflict((f"data.{name}",), f"is no template ({error})")
+            yield conflict(name, f"is no template ({error})")
             continue
         known |= fields
         if not fields:
-            yield Conflict((f"data.{name}",), "must hold a field, `{name}`, that a row fills in")
+            yield conflict(name, "must hold a field, `{name}`, that a row fills in")
     for field in sorted(data.field_mapping.keys() - known) if known else ():
-        yield Conflict(("data.field_mapping",), f"no template has a field {field}: {unknown_key(field, known)}")
+        yield conflict("field_mapping", f"no template has a field {field}: {unknown_key(field, known)}")
     if data.converter is not None and not is_dotted(data.converter):
-        yield Conflict(("data.converter",), "write `module:function`")
-
-
-def _at(section: str, *names: str) -> str:
-    # An evaluation set has a part of the fields, and shares the others with `data`.
-    return " ".join(f"{section if name in EvalSet.model_fields else 'data'}.{name}" for name in names)
+        yield conflict("converter", "write `module:function`")
 
 
 def _split(data: DataConfig, files: str, split: str, section: str) -> Iterator[Conflict]:
-    name, paths = data.eval_dataset_name, getattr(data, files)
+    name, paths, conflict = data.eval_dataset_name, getattr(data, files), conflicts_in(section)
     is_files, is_split = paths is not None, getattr(data, split) is not None
     kind = None if data.mixture and name is None else local_kind(name or data.dataset_name)
-    field = "eval_dataset_name" if name or data.mixture else "dataset_name"
-    return broken(
-        section,
-        (is_files and is_split, _at(section, files, split), "files have no splits: remove one of the two"),
-        (paths == (), _at(section, files), "no file is named: name one, or remove the field"),
-        (
-            (is_files or is_split) and data.mixture and name is None,
-            _at(section, "mixture", files if is_files else split, "eval_dataset_name"),
+    field = "eval_dataset_name" if name or data.mixture else "data.dataset_name"
+    if is_files and is_split:
+        yield conflict(f"{files} {split}", "files have no splits: remove one of the two")
+    if paths == ():
+        yield conflict(files, "no file is named: name one, or remove the field")
+    if (is_files or is_split) and data.mixture and name is None:
+        yield conflict(
+            f"data.mixture {files if is_files else split} eval_dataset_name",
             "a mixture has several data sets: set eval_dataset_name to one of them, or to another",
-        ),
-        (
-            is_files and not (kind and kind.reads_files) and not data.mixture,
-            _at(section, files, field),
-            f"set {field} to the kind of these files: {', '.join(LOCAL_FORMATS)}",
-        ),
-        (
-            is_split and not is_files and kind is not None,
-            _at(section, split, field),
-            "only data sets of the hub have splits",
-        ),
-    )
+        )
+    if is_files and not (kind and kind.reads_files) and not data.mixture:
+        yield conflict(f"{files} {field}", f"set {field} to the kind of these files: {', '.join(LOCAL_FORMATS)}")
+    if is_split and not is_files and kind is not None:
+        yield conflict(f"{split} {field}", "only data sets of the hub have splits")
 
 
 def _evaluation(data: DataConfig, section: str) -> Iterator[Conflict]:
-    name = data.eval_dataset_name
+    name, conflict = data.eval_dataset_name, conflicts_in(section)
     kind = local_kind(name) if name is not None else None
     yield from _split(data, "eval_files", "eval_split", section)
-    yield from broken(
-        section,
-        (
-            kind and kind.reads_files and data.eval_files is None,
-            "eval_dataset_name eval_files",
-            f"{name} needs eval_files, paths or patterns of files",
-        ),
-        (
-            data.eval_dataset_config is not None and name is None and data.eval_split is None,
-            "eval_dataset_config eval_dataset_name",
-            "goes with eval_dataset_name or eval_split",
-        ),
-        (
-            kind and not kind.has_columns and OBJECTIVES[data.objective].takes_records,
-            "data.objective eval_dataset_name",
-            "its rows have no columns",
-        ),
-    )
+    if kind and kind.reads_files and data.eval_files is None:
+        yield conflict("eval_dataset_name eval_files", f"{name} needs eval_files, paths or patterns of files")
+    if data.eval_dataset_config is not None and name is None and data.eval_split is None:
+        yield conflict("eval_dataset_config eval_dataset_name", "goes with eval_dataset_name or eval_split")
+    if kind and not kind.has_columns and OBJECTIVES[data.objective].takes_records:
+        yield conflict("data.objective eval_dataset_name", "its rows have no columns")
 
 
 def engine_conflicts(config: Sections, engine: EngineName) -> list[Conflict]:

@@ -4,7 +4,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,11 +118,12 @@ class Conflict:
     message: str
 
 
-def broken(section: str, *rules: tuple[object, str, str]) -> Iterator[Conflict]:
-    """Yield a conflict for each broken rule: is it broken, fields (those without a dot are of `section`), message."""
-    for is_broken, fields, message in rules:
-        if is_broken:
-            yield Conflict(tuple(name if "." in name else f"{section}.{name}" for name in fields.split()), message)
+def conflicts_in(section: str) -> Callable[[str, str], Conflict]:
+    """Return a function that makes a conflict of names of fields (those without a dot are of `section`) and a
+    message."""
+    return lambda names, message: Conflict(
+        tuple(name if "." in name else f"{section}.{name}" for name in names.split()), message
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import get_args
 
 from ds_encdec.base.plugins import is_dotted
 from ds_encdec.config.sections import MonitorConfig, Sections
-from ds_encdec.config.settings import Conflict, broken, closest
+from ds_encdec.config.settings import Conflict, closest, conflicts_in
 from ds_encdec.config.training_sections import (
     CROSS_ENTROPY,
     ENDLESS_SCHEDULES,
@@ -67,56 +67,46 @@ def training_rules(config: Sections) -> Iterator[Conflict]:
 
 def _batches(config: Sections) -> Iterator[Conflict]:
     size, lanes = config.training.per_device_train_batch_size, config.data.num_lanes
-    sequences, field = config.training.global_batch_size, "per_device_train_batch_size"
+    sequences, conflict = config.training.global_batch_size, conflicts_in("training")
     if size == "auto":
-        return broken(
-            "training",
-            (
-                lanes is not None,
-                f"{field} data.num_lanes",
+        if lanes is not None:
+            yield conflict(
+                "per_device_train_batch_size data.num_lanes",
                 "auto decides the micro-batches of a step: set global_batch_size, and num_lanes=null",
-            ),
+            )
+    elif sequences and sequences % size:
+        yield conflict(
+            "global_batch_size per_device_train_batch_size",
+            "global_batch_size must be a multiple of the micro-batch size",
         )
-    is_uneven = sequences is not None and sequences % size != 0
-    return broken(
-        "training",
-        (is_uneven, f"global_batch_size {field}", "global_batch_size must be a multiple of the micro-batch size"),
-        (
-            sequences and lanes and not is_uneven and lanes * size != sequences,
-            f"global_batch_size data.num_lanes {field}",
-            f"{lanes} micro-batches of {size} are {(lanes or 0) * size} sequences: make them equal, or remove one",
-        ),
-    )
+    elif sequences and lanes and lanes * size != sequences:
+        yield conflict(
+            "global_batch_size data.num_lanes per_device_train_batch_size",
+            f"{lanes} micro-batches of {size} are {lanes * size} sequences: make them equal, or remove one",
+        )
 
 
 def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
     steps, schedule, warmup = training.num_train_steps, training.lr_scheduler_type, training.warmup_steps
-    set_fields = training.model_fields_set
+    set_fields, conflict = training.model_fields_set, conflicts_in("training")
     decay_steps, ends = round(training.wsd_decay_fraction * steps), "warmup_steps num_train_steps lr_scheduler_type"
-    return broken(
-        "training",
-        (
-            training.num_train_epochs is not None and "num_train_steps" in set_fields,
+    if training.num_train_epochs is not None and "num_train_steps" in set_fields:
+        yield conflict(
             "num_train_epochs num_train_steps",
             "the length of the run twice: remove one of the two, or set num_train_steps=null",
-        ),
-        (
-            training.warmup_ratio is not None and "warmup_steps" in set_fields,
-            "warmup_ratio warmup_steps",
-            "the warm-up twice: remove one of the two, or set it to null",
-        ),
-        (
-            schedule not in ENDLESS_SCHEDULES and warmup >= steps,
+        )
+    if training.warmup_ratio is not None and "warmup_steps" in set_fields:
+        yield conflict("warmup_ratio warmup_steps", "the warm-up twice: remove one of the two, or set it to null")
+    if schedule not in ENDLESS_SCHEDULES and warmup >= steps:
+        yield conflict(
             ends,
             f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it; only "
             "WarmupLR and constant have no end",
-        ),
-        (
-            schedule == "wsd" and warmup < steps < warmup + decay_steps,
-            f"{ends} wsd_decay_fraction",
-            f"the warm-up and the decay of {decay_steps} steps do not fit into the run",
-        ),
-    )
+        )
+    if schedule == "wsd" and warmup < steps < warmup + decay_steps:
+        yield conflict(
+            f"{ends} wsd_decay_fraction", f"the warm-up and the decay of {decay_steps} steps do not fit into the run"
+        )
 
 
 def _fields_not_read(training: TrainingConfig) -> Iterator[Conflict]:
@@ -130,61 +120,55 @@ def _fields_not_read(training: TrainingConfig) -> Iterator[Conflict]:
         for field in (name for name in readers if name in chosen_fields):
             is_its_end = field == "min_lr_ratio" and training.min_lr_ratio == (chosen in ENDLESS_SCHEDULES)
             if chosen not in readers[field] and not is_its_end:
-                yield Conflict(
-                    (f"training.{chooser}", f"training.{field}"),
-                    f"{chosen} does not read it: set {chooser}={' or '.join(readers[field])}, or remove {field}",
-                )
+                fix = f"set {chooser}={' or '.join(readers[field])}, or remove {field}"
+                yield conflicts_in("training")(f"{chooser} {field}", f"{chosen} does not read it: {fix}")
 
 
 def _optimization(config: Sections) -> Iterator[Conflict]:
     training, lora, own_loss = config.training, config.model.lora, config.training.loss != CROSS_ENTROPY
-    optimizer, is_built_in = training.optimizer, training.optimizer in OPTIMIZERS
-    limit = config.monitor.grad_norm_threshold
-    return broken(
-        "training",
-        (
-            is_built_in and training.optimizer_args,
+    limit, conflict = config.monitor.grad_norm_threshold, conflicts_in("training")
+    if training.optimizer in OPTIMIZERS and training.optimizer_args:
+        yield conflict(
             "optimizer optimizer_args",
             "these are for your own optimizer, `module:name`: remove them, and set adam_* or muon_momentum",
-        ),
-        (
-            own_loss and (training.label_smoothing or training.z_loss),
+        )
+    if own_loss and (training.label_smoothing or training.z_loss):
+        yield conflict(
             "loss label_smoothing z_loss",
             "these are parts of the cross-entropy: set them to 0, and compute them in your own loss",
-        ),
-        (
-            own_loss and training.fp16,
-            "loss fp16",
-            "float16 needs to know how large a loss's gradients are: set bf16=true, or loss=cross_entropy",
-        ),
-        (training.bf16 and training.fp16, "bf16 fp16", "at most one may be true; both false is float32"),
-        (
-            training.attention_dropout and training.activation_checkpointing == "selective",
+        )
+    if own_loss and training.fp16:
+        yield conflict(
+            "loss fp16", "float16 needs to know how large a loss's gradients are: set bf16=true, or loss=cross_entropy"
+        )
+    if training.bf16 and training.fp16:
+        yield conflict("bf16 fp16", "at most one may be true; both false is float32")
+    if training.attention_dropout and training.activation_checkpointing == "selective":
+        yield conflict(
             "attention_dropout activation_checkpointing",
             "selective checkpointing keeps attention's output without its dropout: set full, every_n or none",
-        ),
-        (
-            row_of(optimizer).matrix_moments is not None and lora,
+        )
+    if row_of(training.optimizer).matrix_moments is not None and lora:
+        yield conflict(
             "optimizer model.lora",
             "Muon steps matrices of the model itself, not adapters beside them: set training.optimizer=adamw",
-        ),
-        (training.freeze and lora, "freeze model.lora", "adapters freeze everything else: remove one of the two"),
-        (
-            training.torch_compile is True and lora and lora.quantize != "none",
+        )
+    if training.freeze and lora:
+        yield conflict("freeze model.lora", "adapters freeze everything else: remove one of the two")
+    if training.torch_compile is True and lora and lora.quantize != "none":
+        yield conflict(
             "torch_compile model.lora.quantize",
             "bitsandbytes' products are not compiled: set torch_compile=false, or quantize=none",
-        ),
-        (
-            limit != MonitorConfig.default("grad_norm_threshold") and limit < training.max_grad_norm,
+        )
+    if limit != MonitorConfig.default("grad_norm_threshold") and limit < training.max_grad_norm:
+        yield conflict(
             "monitor.grad_norm_threshold max_grad_norm",
             "gradients below max_grad_norm are not clipped and cannot be explosions: raise grad_norm_threshold",
-        ),
-        (
-            config.monitor.loss_spike_min_values > config.monitor.window_size,
-            "monitor.loss_spike_min_values monitor.window_size",
-            "must be <= window_size, or spikes are never detected",
-        ),
-    )
+        )
+    if config.monitor.loss_spike_min_values > config.monitor.window_size:
+        yield conflict(
+            "monitor.loss_spike_min_values monitor.window_size", "must be <= window_size, or spikes are never detected"
+        )
 
 
 def _evaluation(config: Sections) -> Iterator[Conflict]:
@@ -192,77 +176,68 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
     objective, has_own = OBJECTIVES[data.objective], data.own_split("validation") is not None
     eval_set, _, figure = best.rpartition("/")
     is_of_texts = figure not in LOSS_FIGURES and (figure in TEXT_FIGURES or is_dotted(figure))
-    return broken(
-        "training",
-        (
-            training.eval_samples and not has_own and not objective.held_out(data)[0],
+    conflict = conflicts_in("training")
+    if training.eval_samples and not has_own and not objective.held_out(data)[0]:
+        yield conflict(
             " ".join([*(f"data.{name}" for name in objective.split_fields), "eval_samples"]),
             f"evaluation needs held-out documents: set {objective.split_advice}, or eval_samples=0",
-        ),
-        (
-            data.eval_sets and not training.eval_samples,
-            "data.eval_sets eval_samples",
-            "nothing is evaluated with eval_samples=0: raise it, or remove the sets",
-        ),
-        (
-            eval_set and (eval_set not in data.eval_sets or figure not in LOSS_FIGURES),
+        )
+    if data.eval_sets and not training.eval_samples:
+        yield conflict(
+            "data.eval_sets eval_samples", "nothing is evaluated with eval_samples=0: raise it, or remove the sets"
+        )
+    if eval_set and (eval_set not in data.eval_sets or figure not in LOSS_FIGURES):
+        yield conflict(
             "metric_for_best_model data.eval_sets",
             f"{best} is no figure of a set: write NAME/loss or NAME/perplexity with a name of data.eval_sets "
             f"({', '.join(data.eval_sets) or 'no set is there'})",
-        ),
-        (
-            0 < training.eval_samples < training.eval_generate_samples,
+        )
+    if 0 < training.eval_samples < training.eval_generate_samples:
+        yield conflict(
             "eval_generate_samples eval_samples",
             "outputs are generated for the first of the examples that are evaluated: make it eval_samples at most",
-        ),
-        (
-            is_of_texts and not training.eval_generate_samples,
+        )
+    if is_of_texts and not training.eval_generate_samples:
+        yield conflict(
             "metric_for_best_model eval_generate_samples",
             "it is a figure of generated texts, and no text is generated: set eval_generate_samples > 0, or take loss",
-        ),
-        *(
-            (
-                not training.eval_samples,
-                f"{name} eval_samples",
-                "this is done in evaluations, or decided by them: set eval_samples > 0, or turn it off",
-            )
-            for name in training.changed(
-                "early_stopping_patience",
-                "save_on_best",
-                "load_best_model_at_end",
-                "eval_generate_samples",
-                "save_strategy",
-            )
-        ),
+        )
+    of_evaluations = (
+        "early_stopping_patience",
+        "save_on_best",
+        "load_best_model_at_end",
+        "eval_generate_samples",
+        "save_strategy",
     )
+    for name in training.changed(*of_evaluations) if not training.eval_samples else ():
+        yield conflict(
+            f"{name} eval_samples",
+            "this is done in evaluations, or decided by them: set eval_samples > 0, or turn it off",
+        )
 
 
 def _saving(config: Sections) -> Iterator[Conflict]:
     monitor, training = config.monitor, config.training
     rolling = " ".join(f"monitor.{name}" for name in ROLLBACK_FIELDS if getattr(monitor, name) == "rollback")
     kept, fields = training.save_total_limit, f"save_steps monitor.rollback_min_steps {rolling}"
-    oldest = math.inf if kept is None else (kept - 1) * training.save_steps
-    return broken(
-        "training",
-        (training.average_checkpoints == 1, "average_checkpoints", "averaging needs 2 or more; 0 turns it off"),
-        (
-            training.load_best_model_at_end and not training.export_at_end,
-            "load_best_model_at_end export_at_end",
-            "the best model is exported at the end: set export_at_end=true",
-        ),
-        (
-            rolling and training.save_strategy == "best",
-            f"save_strategy {rolling}",
-            "rollback needs checkpoints of a known age: set steps, and save_on_best=true",
-        ),
-        (
-            rolling and oldest < monitor.rollback_min_steps,
+    oldest, conflict = math.inf if kept is None else (kept - 1) * training.save_steps, conflicts_in("training")
+    if training.average_checkpoints == 1:
+        yield conflict("average_checkpoints", "averaging needs 2 or more; 0 turns it off")
+    if training.load_best_model_at_end and not training.export_at_end:
+        yield conflict(
+            "load_best_model_at_end export_at_end", "the best model is exported at the end: set export_at_end=true"
+        )
+    if rolling and training.save_strategy == "best":
+        yield conflict(
+            f"save_strategy {rolling}", "rollback needs checkpoints of a known age: set steps, and save_on_best=true"
+        )
+    if rolling and oldest < monitor.rollback_min_steps:
+        yield conflict(
             f"save_total_limit {fields}",
             f"the oldest of {kept} kept checkpoints is {oldest} steps old, too young to go back to: keep more",
-        ),
-        (
-            rolling and training.save_steps + monitor.rollback_min_steps > training.num_train_steps,
+        )
+    if rolling and training.save_steps + monitor.rollback_min_steps > training.num_train_steps:
+        yield conflict(
             f"{fields} num_train_steps",
             "no checkpoint of this run would ever be old enough to go back to: lower the first two",
-        ),
-    )
+        )
