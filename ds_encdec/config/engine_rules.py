@@ -97,9 +97,7 @@ def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
         yield conflict("fp16 infra.device", "DeepSpeed trains no float16 on CPUs: use bf16")
     # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward).
     if training.fp16 and stage == "zero0":
-        yield conflict(
-            f"fp16 {_STAGE}", "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3"
-        )
+        yield conflict(f"fp16 {_STAGE}", "unsharded, DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3")
     if _quantizes(config):
         yield conflict(
             f"model.lora.quantize {_ENGINE}",

@@ -18,6 +18,7 @@ from ds_encdec.config.yaml.plain_files import too_deep
 
 # Most levels of objects and lists in a line. Python's own limit depends on the caller, which must decide nothing.
 MAX_NESTING = 200
+NOT_UTF8 = "not UTF-8 text. Convert the file, for example with `iconv -f latin1 -t utf-8`"
 _BLANK = re.compile(r"[ \t\r\n]*")
 # The first line of an object that is spread over several lines.
 _OPENING = re.compile(r'\{\s*("(\\.|[^"\\])*"\s*:\s*[\[{]?)?\s*')
@@ -104,7 +105,7 @@ def not_utf8(text: str) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "not UTF-8 text. Convert the file, for example with `iconv -f latin1 -t utf-8`"
+        return NOT_UTF8
     return None
 
 
@@ -153,9 +154,7 @@ def json_row(content: bytes) -> Any:
     except RowError:
         raise
     except UnicodeDecodeError as error:
-        raise RowError(
-            f"not UTF-8 text ({error.reason}). Convert the file, for example with `iconv -f latin1 -t utf-8`"
-        ) from error
+        raise RowError(NOT_UTF8) from error
     except json.JSONDecodeError as error:
         raise RowError(f"not a JSON line ({error.msg.removesuffix(' at')} at character {error.pos + 1})") from error
     except (ValueError, RecursionError) as error:

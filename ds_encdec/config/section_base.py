@@ -24,9 +24,7 @@ class Mark(Enum):
     MIXTURE = "where it differs, the losses of two runs are of different mixtures of denoisers"
     FORM = "how a decoder is converted: an encoder-decoder that is stored keeps its own"
     UNTRAINED = "may change in the middle of a phase: it does not decide what the phase learns"
-    TUNABLE = (
-        "may change in the middle of a phase, such as after a divergence, although the phase then learns otherwise"
-    )
+    TUNABLE = "may change in the middle of a phase, such as after a divergence, though the phase then learns otherwise"
 
 
 def one_or_many(value: Any) -> Any:

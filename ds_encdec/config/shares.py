@@ -1,11 +1,14 @@
-"""Divide the batch, the lanes and the shards of a run among its ranks, and refuse those that do not divide. A sequence
+"""Divide the batch, the lanes and the shards of a run among its ranks, and refuse those that do not divide; divide a
+micro-batch between encoder and decoder. Memory estimates read this, too, so nothing here imports numpy. A sequence
 is `data.max_encoder_length` + `data.max_decoder_length` tokens, and a micro-batch of size N takes N of them. A step is
 `training.global_batch_size` sequences, in micro-batches (lanes) that the ranks share."""
 
 import logging
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ds_encdec.base.types import ConfigError
+from ds_encdec.config.data_sections import DataConfig
 from ds_encdec.config.sections import InfraConfig, Sections
 from ds_encdec.config.training_sections import TrainingConfig
 
@@ -16,6 +19,23 @@ logger = logging.getLogger(__name__)
 # assumed for it if the global batch follows from it.
 AUTO: Literal["auto"] = "auto"
 DEFAULT_MICRO_BATCH_SIZE: int = TrainingConfig.model_fields["per_device_train_batch_size"].default
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Tokens of one micro-batch on each side, and its largest number of examples."""
+
+    encoder_tokens: int
+    decoder_tokens: int
+    max_examples: int
+
+
+def token_budgets(data: DataConfig, micro_batch_size: int, ratio: float) -> Budgets:
+    """Divide a micro-batch by `ratio` (encoder to decoder tokens), so that each side fits its longest example."""
+    total = micro_batch_size * (data.max_encoder_length + data.max_decoder_length)
+    encoder_tokens = round(total * ratio / (1 + ratio))
+    encoder_tokens = min(max(encoder_tokens, data.max_encoder_length), total - data.max_decoder_length)
+    return Budgets(encoder_tokens, total - encoder_tokens, data.max_examples_per_micro_batch)
 
 
 def is_auto(config: Sections) -> bool:

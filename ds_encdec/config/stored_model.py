@@ -66,9 +66,7 @@ def read_stored_model(file: Path) -> dict[str, Any]:
     the family's defaults, `num_key_value_heads`, `head_dim`, and `rope_parameters` with its `rope_theta`. Raises
     CheckpointError for an unreadable file, another model, and unsupported features."""
     try:
-        stored: dict[str, Any] = read_json(file)
-        if not isinstance(stored, dict):
-            raise ValueError("it is no { ... } block")
+        stored = read_json(file)
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} has no {file.name}: it is not a Hugging Face model folder") from None
     except (OSError, ValueError) as error:

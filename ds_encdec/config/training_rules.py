@@ -104,9 +104,7 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
             "WarmupLR and constant have no end",
         )
     if schedule == "wsd" and warmup < steps < warmup + decay_steps:
-        yield conflict(
-            f"{ends} wsd_decay_fraction", f"the warm-up and the decay of {decay_steps} steps do not fit into the run"
-        )
+        yield conflict(f"{ends} wsd_decay_fraction", f"warm-up and decay ({decay_steps} steps) do not fit into the run")
 
 
 def _fields_not_read(training: TrainingConfig) -> Iterator[Conflict]:
@@ -138,9 +136,7 @@ def _optimization(config: Sections) -> Iterator[Conflict]:
             "these are parts of the cross-entropy: set them to 0, and compute them in your own loss",
         )
     if own_loss and training.fp16:
-        yield conflict(
-            "loss fp16", "float16 needs to know how large a loss's gradients are: set bf16=true, or loss=cross_entropy"
-        )
+        yield conflict("loss fp16", "float16 needs a loss of known gradients: set bf16=true, or loss=cross_entropy")
     if training.bf16 and training.fp16:
         yield conflict("bf16 fp16", "at most one may be true; both false is float32")
     if training.attention_dropout and training.activation_checkpointing == "selective":
@@ -183,9 +179,7 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
             f"evaluation needs held-out documents: set {objective.split_advice}, or eval_samples=0",
         )
     if data.eval_sets and not training.eval_samples:
-        yield conflict(
-            "data.eval_sets eval_samples", "nothing is evaluated with eval_samples=0: raise it, or remove the sets"
-        )
+        yield conflict("data.eval_sets eval_samples", "eval_samples=0 evaluates nothing: raise it, or remove the sets")
     if eval_set and (eval_set not in data.eval_sets or figure not in LOSS_FIGURES):
         yield conflict(
             "metric_for_best_model data.eval_sets",
@@ -224,13 +218,9 @@ def _saving(config: Sections) -> Iterator[Conflict]:
     if training.average_checkpoints == 1:
         yield conflict("average_checkpoints", "averaging needs 2 or more; 0 turns it off")
     if training.load_best_model_at_end and not training.export_at_end:
-        yield conflict(
-            "load_best_model_at_end export_at_end", "the best model is exported at the end: set export_at_end=true"
-        )
+        yield conflict("load_best_model_at_end export_at_end", "it exports the best model: set export_at_end=true")
     if rolling and training.save_strategy == "best":
-        yield conflict(
-            f"save_strategy {rolling}", "rollback needs checkpoints of a known age: set steps, and save_on_best=true"
-        )
+        yield conflict(f"save_strategy {rolling}", "rollback needs regular saves: set steps, and save_on_best=true")
     if rolling and oldest < monitor.rollback_min_steps:
         yield conflict(
             f"save_total_limit {fields}",

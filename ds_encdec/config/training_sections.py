@@ -216,18 +216,14 @@ class TrainingConfig(Section):
     def micro_batch_size(self) -> int:
         """Return `per_device_train_batch_size` as a number. Raises ConfigError while it is `auto`."""
         if self.per_device_train_batch_size == "auto":
-            raise ConfigError(
-                "training.per_device_train_batch_size=auto is found when a run starts: give a number here"
-            )
+            raise ConfigError("training.per_device_train_batch_size=auto is found at a start: give a number here")
         return self.per_device_train_batch_size
 
     @property
     def recomputation(self) -> Literal["none", "full", "every_n", "selective"]:
         """Return `activation_checkpointing` once it is chosen. Raises ConfigError while it is `auto`."""
         if self.activation_checkpointing == "auto":
-            raise ConfigError(
-                "training.activation_checkpointing=auto is chosen when a run starts: give another value here"
-            )
+            raise ConfigError("training.activation_checkpointing=auto is chosen at a start: give another value here")
         return self.activation_checkpointing
 
     @model_validator(mode="before")

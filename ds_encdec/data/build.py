@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec.base.types import Batch, DataError, Example
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
-from ds_encdec.data.budgets import token_budgets
+from ds_encdec.config.shares import token_budgets
 from ds_encdec.data.eval_set import evaluation_examples, packed
 from ds_encdec.data.examples.chunks import ChunkMaker
 from ds_encdec.data.examples.protocol import ExampleMaker
@@ -107,7 +107,16 @@ def build_data(
     loader = LaneLoader(
         pipeline, rank=rank, world_size=world_size, num_workers=data.preprocessing_num_workers, pin_memory=pin_memory
     )
-    evaluated = partial(_evaluated, config, pipeline, loader, ratio, evaluation_cache)
+
+    def evaluated(own: Sequence[OpenSource]) -> tuple[Callable[[], Sequence[Batch]], Callable[[], Sequence[Example]]]:
+        """Return two cached functions: of this rank's batches, and of the examples of `own` (or the held-out ones)."""
+        facts, wanted = fingerprint(config, pipeline, own), training.eval_samples
+        find = cache(lambda: known(evaluation_examples(pipeline, wanted, facts, evaluation_cache, own), pipeline))
+        if evaluation_cache and wanted:
+            find()
+        budgets = token_budgets(data, training.per_device_eval_batch_size, ratio)
+        return cache(lambda: loader.collated(packed(find(), pipeline, budgets), budgets)), find
+
     batches, examples = evaluated(own)
     eval_sets = {}
     for name in data.eval_sets:
@@ -117,24 +126,6 @@ def build_data(
         except DataError as error:
             raise DataError(f"data.eval_sets.{name}: {error}") from error
     return TrainingData(loader, batches, examples, pipeline, facts, ratio, commits, eval_sets, forms)
-
-
-def _evaluated(
-    config: FullConfig,
-    pipeline: LanePipeline,
-    loader: LaneLoader,
-    ratio: float,
-    cache_folder: Path | None,
-    own: Sequence[OpenSource],
-) -> tuple[Callable[[], Sequence[Batch]], Callable[[], Sequence[Example]]]:
-    """Return two cached functions: of this rank's batches, and of the examples of `own` (or the held-out ones)."""
-    training = config.training
-    facts, wanted = fingerprint(config, pipeline, own), training.eval_samples
-    find = cache(lambda: known(evaluation_examples(pipeline, wanted, facts, cache_folder, own), pipeline))
-    if cache_folder and wanted:
-        find()
-    budgets = token_budgets(config.data, training.per_device_eval_batch_size, ratio)
-    return cache(lambda: loader.collated(packed(find(), pipeline, budgets), budgets)), find
 
 
 def held_out_shares(data: DataConfig) -> dict[Split, float]:
@@ -150,11 +141,9 @@ def example_maker(
     data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
 ) -> ExampleMaker:
     """Return the maker of the examples for `data`, by its objective. Raises ConfigError."""
-    return (
-        PairMaker(data, tokenizer, vocabulary)
-        if data.objective == "sft"
-        else ChunkMaker.from_config(data, seed, tokenizer, vocabulary)
-    )
+    if data.objective == "sft":
+        return PairMaker(data, tokenizer, vocabulary)
+    return ChunkMaker.from_config(data, seed, tokenizer, vocabulary)
 
 
 def prepare_data(

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ds_encdec.base.types import DataError, Example
+from ds_encdec.config.shares import Budgets
 from ds_encdec.config.yaml.plain_files import read_json
-from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ds_encdec.base.types import DataError, Example
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.data.budgets import Budgets
+from ds_encdec.config.shares import Budgets
 from ds_encdec.data.examples.protocol import ALL, ExampleMaker
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.readers import LaneShare, Located, MixtureReader, Reference, changed_since

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from ds_encdec.base.types import IGNORE_INDEX, Batch, CheckpointError, DataError, Example, RowCounts
-from ds_encdec.config.shares import per_rank
-from ds_encdec.data.budgets import Budgets
+from ds_encdec.config.shares import Budgets, per_rank
 from ds_encdec.data.lane import LanePipeline, lane_batches
 from ds_encdec.data.workers import Worker
 from ds_encdec.registry.objectives import TASKS

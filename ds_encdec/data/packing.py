@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from ds_encdec.data.budgets import Budgets
+from ds_encdec.config.shares import Budgets
 
 Item = TypeVar("Item")
 

@@ -64,9 +64,7 @@ def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
     counted = config.model_copy(update={"training": training.model_copy(update=changes)})
     if conflicts := find_conflicts(counted):
         lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
-        raise ConfigError(
-            f"training.num_train_epochs={training.num_train_epochs} are {steps} optimizer steps:\n{lines}"
-        )
+        raise ConfigError(f"training.num_train_epochs={training.num_train_epochs} are {steps} steps:\n{lines}")
     return counted
 
 

@@ -23,9 +23,7 @@ def bertscore_layer(folder: Path) -> int:
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--bertscore-model: {folder} is not a model folder: its config.json cannot be read ({error})"
-        ) from error
+        raise ConfigError(f"--bertscore-model: {folder} is no model folder (config.json: {error})") from error
     from bert_score.utils import model2layers  # torch: once the folder is sound
 
     known = {name.rpartition("/")[2]: layer for name, layer in model2layers.items()}
@@ -39,9 +37,7 @@ def check_metrics(names: Iterable[str], bertscore_model: Path | None = None, *, 
     names = list(names)
     rows = {name: row for name in names if (row := text_metric(name)) is not None}
     if unknown := [name for name in names if name not in rows]:
-        raise ConfigError(
-            f"unknown metric {', '.join(unknown)}; there are {', '.join(TEXT_METRICS)}, and `module:name` of your own"
-        )
+        raise ConfigError(f"unknown metric {', '.join(unknown)}; known: {', '.join(TEXT_METRICS)}, and `module:name`")
     for name in set(names) - TEXT_METRICS.keys():
         load_plugin(field, name, "metrics")
     if problems := list(not_installed(names)):
@@ -90,10 +86,6 @@ def rouge_scorer() -> Any:
     return RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
 
-def _exact_match(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    return {"exact_match": 100 * fmean(map(same_words, predictions, references))}
-
-
 def _rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     scores = list(map(rouge_scorer().score, references, predictions))
     return {name: 100 * fmean(score[name].fmeasure for score in scores) for name in ROUGE_TYPES}
@@ -127,11 +119,12 @@ def _bertscore(predictions: Sequence[str], references: Sequence[str], *, bertsco
 
 # The function of each row of `TEXT_METRICS`, with the defaults of its library.
 _FUNCTIONS: dict[str, Callable[..., dict[str, float]]] = {
-    "exact_match": _exact_match,
+    "exact_match": lambda predictions, references: {
+        "exact_match": 100 * fmean(map(same_words, predictions, references))
+    },
     "rouge": _rouge,  # mean F1 of common words, pairs of words, and the longest common sequence of words
-    "chrf": partial(
-        _of_corpus, "chrf"
-    ),  # chrF2, the F-score of character n-grams up to 6, which needs no division into words
+    # chrF2, the F-score of character n-grams up to 6, which needs no division into words.
+    "chrf": partial(_of_corpus, "chrf"),
     "bleu": partial(_of_corpus, "bleu"),
     "bertscore": _bertscore,  # of the tokens' best cosines, not rescaled; a text without words scores 0
 }

@@ -34,8 +34,7 @@ def is_ours(folder: Path) -> bool:
         stored = read_json(folder / "config.json", None)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"--model: {folder} is no model folder: {error}") from error
-    kind = stored.get("model_type") if isinstance(stored, dict) else None
-    if kind is None or not stored.get("is_encoder_decoder"):
+    if (kind := stored.get("model_type")) is None or not stored.get("is_encoder_decoder"):
         raise CheckpointError(
             f"--model: {folder} is a {kind}, which is no encoder-decoder; ds-encdec init-model makes one of a decoder"
         )

@@ -49,9 +49,7 @@ def one_base(records: Sequence[dict[str, Any] | None]) -> None:
             f"{record['folder']} (revision {record['revision'] or 'unknown'}, SHA-256 {digest[:12]}…)"
             for digest, record in found.items()
         )
-        raise CheckpointError(
-            f"model.model_name_or_path is not the same model on every machine: {places}. Give each the same copy."
-        )
+        raise CheckpointError(f"model.model_name_or_path differs between machines: {places}. Give each the same copy.")
 
 
 def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: bool = True) -> Base:

@@ -187,9 +187,7 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
         steps = average_checkpoints(run, run.averaged, last=last, dtype=torch.float32, replace=True)
         logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
     except Exception as error:
-        logger.error(
-            "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
-        )
+        logger.error("The mean of the last checkpoints was not written: %s. `ds-encdec average` tries again.", error)
 
 
 def average_checkpoints(
@@ -209,9 +207,7 @@ def average_checkpoints(
     paths, steps = [path.resolve() for path in checkpoints.values()], list(checkpoints)
     models = [architecture(Qwen3Seq2SeqConfig.from_pretrained(path / "model")) for path in paths]
     if any(model != models[0] for model in models):
-        raise CheckpointError(
-            f"{', '.join(path.name for path in paths)} are of different models: they have no average."
-        )
+        raise CheckpointError(f"{', '.join(path.name for path in paths)} are different models: they have no average.")
     described = f"mean of the checkpoints at steps {', '.join(map(str, steps))}"
     _export_mean(paths, described, out, "RUN", base, dtype, replace=replace)
     return steps

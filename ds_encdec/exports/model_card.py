@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from ds_encdec.base.foreign_places import range_of
 from ds_encdec.base.types import TrainingState
 from ds_encdec.config.schema import DataConfig, FullConfig
-from ds_encdec.exports.model_code import Origin, code_row, sums_text
+from ds_encdec.exports.model_code import Origin, code_row
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import FORMS, POSITIONS
 from ds_encdec.registry.denoisers import DENOISERS
@@ -116,7 +116,6 @@ def _card(
         objective=objective,
         is_chat=is_chat,
         prompt=json.dumps(prompt, ensure_ascii=False),
-        sums=sums_text(encoder_only=encoder_only),
     )
     return str(card)
 

@@ -1,8 +1,7 @@
 """The modelling code in an export: Python files that `trust_remote_code` runs. Their SHA-256 stand in `config.json`,
-where our own loaders compare them (`require_recorded_code`), in `SHA256SUMS`, and in the model card."""
+where our own loaders compare them (`require_recorded_code`), and in `SHA256SUMS`."""
 
 import hashlib
-import shutil
 from pathlib import Path
 
 from ds_encdec.launch.run_folder import code_facts
@@ -17,16 +16,13 @@ Origin = dict[str, str | None]  # of `code_facts`
 
 def write_code(folder: Path, *, encoder_only: bool) -> dict[str, str]:
     """Write the modules and their sums into `folder`; return name → SHA-256 in hex."""
-    sums = _sums(encoder_only)
-    for name in sums:
-        shutil.copyfile(Path(configuration.__file__).with_name(name), folder / name)
-    (folder / "SHA256SUMS").write_text(sums_text(encoder_only=encoder_only))
+    sums = {}
+    for name in (f"{module}.py" for module in (ENCODER_CODE if encoder_only else CODE)):
+        code = Path(configuration.__file__).with_name(name).read_bytes()
+        (folder / name).write_bytes(code)
+        sums[name] = hashlib.sha256(code).hexdigest()
+    (folder / "SHA256SUMS").write_text("".join(f"{sha256}  {name}\n" for name, sha256 in sums.items()))
     return sums
-
-
-def sums_text(*, encoder_only: bool) -> str:
-    """Return the lines that `sha256sum -c` reads."""
-    return "".join(f"{sha256}  {name}\n" for name, sha256 in _sums(encoder_only).items())
 
 
 def code_row(trained_by: Origin) -> str:
@@ -39,9 +35,3 @@ def code_row(trained_by: Origin) -> str:
 
 def _named(origin: Origin) -> str:
     return f"commit `{origin['commit'] or 'unknown'}`, SHA-256 `{origin['code']}`"
-
-
-def _sums(encoder_only: bool) -> dict[str, str]:
-    folder = Path(configuration.__file__).parent
-    names = [f"{module}.py" for module in (ENCODER_CODE if encoder_only else CODE)]
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}

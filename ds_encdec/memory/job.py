@@ -13,9 +13,8 @@ from ds_encdec.base.quantities import count, disk_size
 from ds_encdec.base.types import CheckpointError, ConfigError, is_hidden_matrix
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.config.settings import Conflict, closest
-from ds_encdec.config.shares import micro_batches_per_step
+from ds_encdec.config.shares import micro_batches_per_step, token_budgets
 from ds_encdec.config.stored_model import read_stored_model
-from ds_encdec.data.budgets import token_budgets
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.memory.breakdown import Count
 from ds_encdec.model.depth import form_fields, require_stored_form

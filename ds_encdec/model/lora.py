@@ -52,13 +52,7 @@ def choose_trained(model: nn.Module, config: Sections) -> None:
 
 def peft_fields(lora: LoraConfig) -> dict[str, Any]:
     """Return these adapters' fields of peft's configuration."""
-    return {
-        "r": lora.r,
-        "lora_alpha": lora.lora_alpha,
-        "lora_dropout": lora.lora_dropout,
-        "target_modules": list(lora.target_modules),
-        "bias": "none",
-    }
+    return lora.model_dump(mode="json", exclude={"quantize"})
 
 
 def with_new_adapters(base: WeightSource, lora: LoraConfig, sizes: ModelSizes, seed: int) -> WeightSource:

@@ -272,7 +272,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         beams, others = divmod(len(last), max(1, len(states[0]))) if states else (0, 0)
         if not states or len(states) != self.config.num_encoder_layers + 1 or others or (len(last) and not beams):
             raise ValueError(
-                "encoder_outputs needs hidden_states, which the decoder's layers read: give what get_encoder() returns"
+                "encoder_outputs lacks the hidden_states that layers read: give what get_encoder() returns"
             )
         return states if beams == 1 else (state.repeat_interleave(beams, dim=0) for state in states)
 

@@ -174,7 +174,7 @@ class SafetensorsFolder:
                         )
                     if (shape := tuple(part.get_shape())) != shapes[name]:
                         raise CheckpointError(
-                            f"{where}: {name} has shape {shape}, but config.json describes {shapes[name]}."
+                            f"{where}: {name} has shape {shape}, not {shapes[name]} as in config.json"
                         )
 
     def refuse_others(self, known: Collection[str], part: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ import numpy as np
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import read_manifest, verify_listing
-from ds_encdec.config.settings import Problem
+from ds_encdec.config.settings import Problem, Settings
+from ds_encdec.config.yaml import plain_files
 from ds_encdec.config.yaml.text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
@@ -109,7 +109,7 @@ class Run:
 
     def setting(self, path: str, default: Any = None) -> Any:
         """Return the configuration's value at a dotted path."""
-        return _value_at(self.config, path, default)
+        return Settings(dict(self.config)).get(path, default)
 
 
 def require_run(path: Path) -> RunFolder:
@@ -152,7 +152,7 @@ def read_run(path: Path) -> Run:
     notes.extend(f"config.yaml: {problem.message}." for problem in problems)
     samples = _read_lines(folder.samples, notes)
     saved = committed_steps(folder.checkpoints)
-    facts = _value_at(read_json(saved[max(saved)] / "trainer.json", []), "data.fingerprint", None) if saved else None
+    facts = _facts(saved[max(saved)], "data.fingerprint") if saved else {}
     return Run(
         path=root,
         status=status,
@@ -160,7 +160,7 @@ def read_run(path: Path) -> Run:
         abandoned={number: _curves(lines) for number, lines in sorted(branches.items())},
         events=events,
         config=config,
-        data=facts if isinstance(facts, dict) else {},
+        data=facts,
         checkpoints=_read_checkpoints(folder.checkpoints),
         samples=[line for line in samples if line["step"] == samples[-1]["step"]],
         verdict=read_json(root / "result.json", notes),
@@ -171,15 +171,17 @@ def read_run(path: Path) -> Run:
 def read_json(path: Path, notes: list[str]) -> Entry | None:
     """Return the JSON object in the file, or None, with a note unless the file is missing."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
+        return plain_files.read_json(path, None)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {error}.")
         return None
-    return content
+
+
+def _facts(checkpoint: Path, path: str) -> dict[str, Any]:
+    found = Settings(dict(read_json(checkpoint / "trainer.json", []) or {})).get(path)
+    return found if isinstance(found, dict) else {}
 
 
 def back_to(rollback: Entry) -> float:
@@ -194,12 +196,6 @@ def read_time(written: object) -> datetime | None:
         return datetime.strptime(str(written), "%Y-%m-%dT%H:%M:%S%z")
     except ValueError:
         return None
-
-
-def _value_at(values: object, path: str, default: Any) -> Any:
-    for key in path.split("."):
-        values = values[key] if isinstance(values, Mapping) and key in values else default
-    return values
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -239,7 +235,6 @@ def _read_checkpoints(folder: Path) -> list[Entry]:
         except CheckpointError as error:
             damage = str(error)
         pointers = [name for name, target in pointed.items() if target == path.resolve()]
-        facts = _value_at(read_json(path / "trainer.json", []), "saved", None)
-        facts = facts if isinstance(facts, dict) else {}
+        facts = _facts(path, "saved")
         found.append({"step": step, "manifest": manifest, "pointers": pointers, "facts": facts, "damage": damage})
     return found

@@ -197,9 +197,7 @@ def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
     for run in runs:
         _write_run([run], folder / run.path.name, png=png)
     charts = [_chart_of_phases(PLANS[key], runs, folder if png else None) for key in ("loss", "eval_loss")]
-    return write_page(
-        folder, "phases.html.j2", root=root, phases=phases, notes=notes, charts=list(filter(None, charts))
-    )
+    return write_page(folder, "phases.html.j2", root=root, phases=phases, notes=notes, charts=[*filter(None, charts)])
 
 
 @styled

@@ -44,9 +44,7 @@ def pretrained_tokenizer(name_or_path: str, *, field: str) -> PreTrainedTokenize
     """Load a tokenizer as its `tokenizer.json` defines it. Raises CheckpointError with the configuration's `field`."""
     folder = model_folder(name_or_path, TOKENIZER_FILES, field=field)
     if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(
-            f"{field}: {folder} has no tokenizer.json; name a tokenizer in model.tokenizer_name_or_path"
-        )
+        raise CheckpointError(f"{field}: {folder} has no tokenizer.json; set model.tokenizer_name_or_path")
     try:
         # The generic class, not AutoTokenizer: AutoTokenizer would need the config.json of a model that it knows.
         return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -30,7 +30,7 @@ from turns import ROOT, Turns
 from ds_encdec.base.types import IGNORE_INDEX, Batch, Example
 from ds_encdec.config.schedules import lr_lambda
 from ds_encdec.config.schema import FullConfig, load_config
-from ds_encdec.data.budgets import Budgets, token_budgets
+from ds_encdec.config.shares import Budgets, token_budgets
 from ds_encdec.data.examples.chunks import Chunker
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting

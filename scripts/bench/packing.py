@@ -16,7 +16,7 @@ import numpy as np
 from turns import report
 
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.data.budgets import token_budgets
+from ds_encdec.config.shares import token_budgets
 from ds_encdec.data.examples.chunks import Chunker, documents_ratio
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.tokenizer.sentinels import Vocabulary

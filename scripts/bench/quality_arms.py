@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_encdec.base.types import IGNORE_INDEX, Batch, Example
 from ds_encdec.config.schema import FullConfig, load_config
-from ds_encdec.data.budgets import Budgets
+from ds_encdec.config.shares import Budgets
 from ds_encdec.data.build import build_data
 from ds_encdec.data.loader import collate
 from ds_encdec.engine.sharded_engine import layout_of

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_encdec.base.types import Batch, Example, WeightSource
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.budgets import token_budgets
+from ds_encdec.config.shares import token_budgets
 from ds_encdec.data.examples.chunks import Chunker, documents_ratio
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting

@@ -20,8 +20,7 @@ from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import Manifest
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.shares import with_micro_batch_size
-from ds_encdec.data.budgets import token_budgets
+from ds_encdec.config.shares import token_budgets, with_micro_batch_size
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World

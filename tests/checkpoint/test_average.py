@@ -86,7 +86,7 @@ def test_different_models_are_both_named(tmp_path: Path) -> None:
     other = config(cross_attention="renormed")
     save_checkpoint(tmp_path / "checkpoints", 100, random_state(config(), 0), config())
     save_checkpoint(tmp_path / "checkpoints", 200, random_state(other, 0), other)
-    with pytest.raises(CheckpointError, match="step-00000100, step-00000200 are of different models"):
+    with pytest.raises(CheckpointError, match="step-00000100, step-00000200 are different models"):
         average(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -242,5 +242,5 @@ def test_a_stream_whose_length_nobody_knows_is_refused_and_local_parquet_is_none
 def test_the_warm_up_must_end_before_the_steps_that_epochs_turn_out_to_be(tmp_path: Path) -> None:
     config = json_config(tmp_path / "a.jsonl", training={"num_train_epochs": 2, "warmup_steps": 10})
     assert with_steps_of_epochs(config, 11).training.num_train_steps == 11
-    with pytest.raises(ConfigError, match=r"num_train_epochs=2.0 are 10 optimizer steps:\n.*warm-up must end"):
+    with pytest.raises(ConfigError, match=r"num_train_epochs=2.0 are 10 steps:\n.*warm-up must end"):
         with_steps_of_epochs(config, 10)

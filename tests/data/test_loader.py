@@ -34,8 +34,8 @@ from hypothesis import strategies as st
 
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Example
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import Budgets
 from ds_encdec.data import workers
-from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.fingerprint import digest
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.loader import LaneLoader, collate, token_digest

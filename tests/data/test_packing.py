@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.data.budgets import Budgets, token_budgets
+from ds_encdec.config.shares import Budgets, token_budgets
 from ds_encdec.data.examples.chunks import (
     Chunker,
     LengthBounds,

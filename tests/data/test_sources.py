@@ -177,7 +177,7 @@ def test_hub_errors_say_what_exists(parquet_set: Path, streaming: bool) -> None:
         opened(parquet_set, streaming=streaming, text_column="body")
     with pytest.raises(DataError, match=r"dataset_name=.*validation: .*split.* data.data_files='FOLDER/\*\*'"):
         opened(parquet_set, streaming=streaming, dataset_split="validation")
-    with pytest.raises(DataError, match="It is not on the hub, or needs"):
+    with pytest.raises(DataError, match="Not on the hub, or needs"):
         opened(parquet_set / "nowhere", streaming=streaming)
 
 

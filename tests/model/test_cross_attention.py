@@ -177,10 +177,10 @@ def test_generation_keeps_no_states_of_the_encoder_but_the_last(monkeypatch: pyt
         model.generate(ids, max_new_tokens=3, min_new_tokens=3, use_cache=use_cache)
         assert kept == expected
         kept.clear()
-    with pytest.raises(ValueError, match="encoder_outputs needs hidden_states"):
+    with pytest.raises(ValueError, match="encoder_outputs lacks the hidden_states"):
         model(encoder_outputs=BaseModelOutput(model.shared(ids)), decoder_input_ids=ids)
     encoded = model.get_encoder()(ids)
-    with pytest.raises(ValueError, match="encoder_outputs needs hidden_states"):  # of the same texts
+    with pytest.raises(ValueError, match="encoder_outputs lacks the hidden_states"):  # of the same texts
         model(encoder_outputs=BaseModelOutput(encoded[0][:1], encoded.hidden_states), decoder_input_ids=ids[:1])
 
 

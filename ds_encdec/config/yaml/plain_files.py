@@ -76,12 +76,15 @@ def _decoded(content: bytes, max_bytes: int | None) -> str:
         raise ValueError("not a text file in UTF-8") from error
 
 
-def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:
-    """Parse a program's JSON file. Raises OSError, and ValueError if it is not JSON, too large, or nested too deep."""
+def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> dict[str, Any]:
+    """Parse a program's JSON file. Raises OSError, and ValueError if it is no JSON object, too large, or nested too
+    deep."""
     text = read_plain(path, max_bytes)
     if (place := too_deep(text, MAX_DEPTH)) is not None:
         raise json.JSONDecodeError(f"nested more than {MAX_DEPTH} deep", text, place)
-    return json.loads(text)
+    if not isinstance(content := json.loads(text), dict):
+        raise ValueError("it is no JSON object, { ... }")
+    return content
 
 
 def too_deep(text: str, most: int) -> int | None:

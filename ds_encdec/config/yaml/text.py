@@ -71,9 +71,7 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
         if root is not None and isinstance(values := reader.read(root, ""), dict):
             return Settings(values, reader.places)
         line = 1 if root is None else _line(root)
-        problem = file_problem(
-            path, "no sections with `field: value` lines are in it; ds-encdec init writes some", line
-        )
+        problem = file_problem(path, "it has no sections with `field: value` lines; ds-encdec init writes some", line)
     except UnreadableError as error:
         problem = file_problem(path, f"not valid YAML: {error}", error.line, field=error.field)
     problems.append(problem)
@@ -209,9 +207,7 @@ class NodeReader:
         if self._depth > MAX_DEPTH:
             raise UnreadableError(f"nested more than {MAX_DEPTH} deep", _line(node), path)
         if self._values > MAX_NODES:
-            raise UnreadableError(
-                f"more than {MAX_NODES} values, those behind aliases counted each time", _line(node), path
-            )
+            raise UnreadableError(f"more than {MAX_NODES} values, aliases counted each time", _line(node), path)
         if isinstance(node, yaml.ScalarNode) and node.tag in _READERS:
             value = _read(node.tag, node.value, _line(node), path)
         elif isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":
@@ -219,9 +215,7 @@ class NodeReader:
         elif isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
             value = self._read_mapping(node, path)
         else:
-            raise UnreadableError(
-                f"unknown tag {node.tag.replace(_PREFIX, '!!')}: write plain values", _line(node), path
-            )
+            raise UnreadableError(f"unknown tag {node.tag.replace(_PREFIX, '!!')}: use plain values", _line(node), path)
         self._depth -= 1
         return value
 

@@ -85,7 +85,10 @@ class Chunker:
 
     def draw_chunk(self, remaining: int, draw: float) -> tuple[str, int]:
         """Return denoiser and length of the next chunk of `remaining` tokens; `draw` is uniform in [0, 1)."""
-        denoiser = list(DENOISERS)[bisect_right(_inner_edges(self.weights), draw)]
+        edges = [*accumulate(weight / sum(self.weights) for weight in self.weights)][
+            :-1
+        ]  # the last is 1 up to rounding
+        denoiser = list(DENOISERS)[bisect_right(edges, draw)]
         longest = max_raw_length(denoiser, self.bounds)
         # The longest chunk leaves nothing, or at least a minimum tail.
         tail = max(MIN_RAW_TOKENS, min(MIN_TAIL_TOKENS, longest // 2))
@@ -112,11 +115,6 @@ class Chunker:
         text, ends = tokens[chunk.start : stop], stop == len(tokens)
         ids = denoise(text, chunk.denoiser, self.vocabulary, chunk.rng, document_ends=ends)
         return Example(*ids, chunk.denoiser, document)
-
-
-@lru_cache
-def _inner_edges(weights: tuple[float, ...]) -> list[float]:
-    return list(accumulate(weight / sum(weights) for weight in weights))[:-1]  # the last is 1 up to rounding
 
 
 @dataclass(frozen=True)

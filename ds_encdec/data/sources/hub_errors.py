@@ -34,27 +34,23 @@ def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
     except DsEncDecError:
         raise
     except Exception as error:
-        ways_out = (
-            (
-                is_folder,
+        if is_folder:
+            way_out = (
                 "Check dataset_config and dataset_split. In a folder, files with train, dev, valid or test in their "
                 "names are read as those splits; loose files are read by data.dataset_name=text (json, csv, parquet) "
-                "data.data_files='FOLDER/**'",
-            ),
-            # An unknown configuration or split; the message lists the known ones.
-            (isinstance(error, ValueError), "Check dataset_config and dataset_split, or eval_split and test_split"),
-            (
-                isinstance(error, FileNotFoundError),
-                "It is not on the hub, or needs `hf auth login`. Local files are read by text, json, csv or parquet",
-            ),
-            (
-                is_of_network(error),
+                "data.data_files='FOLDER/**'"
+            )
+        elif isinstance(error, ValueError):  # an unknown configuration or split; the message lists the known ones
+            way_out = "Check dataset_config and dataset_split, or eval_split and test_split"
+        elif isinstance(error, FileNotFoundError):
+            way_out = "Not on the hub, or needs `hf auth login`. Local files are read by text, json, csv or parquet"
+        elif is_of_network(error):
+            way_out = (
                 "The hub cannot be reached, and the data set is not in the local cache. Without a network use local "
-                "files (text, json, csv, parquet), a folder that save_to_disk wrote, or `builtin`",
-            ),
-            (True, "Check data.dataset_name, or read its files by data.dataset_name=json (csv, parquet, text)"),
-        )
-        way_out = next(way_out for applies, way_out in ways_out if applies)
+                "files (text, json, csv, parquet), a folder that save_to_disk wrote, or `builtin`"
+            )
+        else:
+            way_out = "Check data.dataset_name, or read its files by data.dataset_name=json (csv, parquet, text)"
         raise DataError(f"data.dataset_name={name}: `datasets` cannot open it ({_reason(error)}). {way_out}") from error
 
 

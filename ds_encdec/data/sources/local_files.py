@@ -25,7 +25,16 @@ from ds_encdec.base.file_patterns import named_files, no_file_matches
 from ds_encdec.base.quantities import disk_size
 from ds_encdec.base.types import ConfigError, DataError, Document
 from ds_encdec.config.data_sections import MAX_ROW_BYTES
-from ds_encdec.config.file_rows import RowError, array_rows, csv_rows, is_array, json_object, json_row, too_long
+from ds_encdec.config.file_rows import (
+    NOT_UTF8,
+    RowError,
+    array_rows,
+    csv_rows,
+    is_array,
+    json_object,
+    json_row,
+    too_long,
+)
 from ds_encdec.config.packed_files import UNPACKABLE, packing
 from ds_encdec.data.sources.sources import BadRow, Row, row_document
 from ds_encdec.launch.disk import atomic_file, cache_folder
@@ -205,12 +214,8 @@ class TextFiles(_FileRanges):
             return BadRow(key, f"{key}: not text (a NUL character in this document)")
         try:
             return Document(key, content.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            return BadRow(
-                key,
-                f"{name}: not UTF-8 text ({error.reason}, document {row} of the file). Convert it, for example with "
-                "`iconv -f latin1 -t utf-8`, or leave it out of data.data_files",
-            )
+        except UnicodeDecodeError:
+            return BadRow(key, f"{name}, document {row}: {NOT_UTF8}, or leave it out of data.data_files")
 
 
 class JsonLines(_FileRanges):

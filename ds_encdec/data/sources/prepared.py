@@ -16,7 +16,7 @@ import reprlib
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import reduce
 from itertools import accumulate, chain, pairwise
@@ -73,9 +73,7 @@ class PreparedSource:
         self._folder = prepared_folder(data) / name
         index = _read_index(self._folder)
         if index is None or index["shards"] is None:
-            raise DataError(
-                f"data.prepared_dir: {self._folder} is not finished: run `ds-encdec prepare` with this configuration"
-            )
+            raise DataError(f"data.prepared_dir: {self._folder} is not finished: run `ds-encdec prepare` again")
         _require_made_from(self._folder, index["made_from"], made_from(data, entry, maker, seed))
         self._shards = [Shard(**facts) for facts in index["shards"]]
         if damaged := [self._folder / shard.file for shard in self._shards if not _is_whole(self._folder, shard)]:
@@ -173,7 +171,7 @@ def _require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str,
 def _read_index(folder: Path) -> dict[str, Any] | None:
     try:
         index = read_json(folder / INDEX)
-        if not isinstance(index, dict) or "shards" not in index:
+        if "shards" not in index:
             raise ValueError("it is no index of prepared data")
         return index
     except FileNotFoundError:
@@ -205,8 +203,6 @@ def prepare_source(
     is_stream = isinstance(source, StreamSource)
     size = source.num_units if isinstance(source, StreamSource) else len(source)
     identity = json.loads(json.dumps(source.identity))
-    with _writing(folder.parent):
-        folder.mkdir(exist_ok=True)
     if (index := _read_index(folder)) is None:
         count = max(1, min(size if is_stream else size // PART_ROWS, MOST_PARTS))
         edges = [number * size // count for number in range(count + 1)]
@@ -327,9 +323,7 @@ def _edges(lengths: Iterable[int]) -> np.ndarray:
 
 
 def _write(path: Path, content: bytes | str) -> None:
-    with _writing(path.parent):
+    make_room = "Free space there, and run the same command again."
+    with Writing(path.parent.parent, "The prepared data", make_room).explain_refusals():
+        path.parent.mkdir(exist_ok=True)
         write_atomically(path, content)
-
-
-def _writing(folder: Path) -> AbstractContextManager[None]:
-    return Writing(folder, "The prepared data", "Free space there, and run the same command again.").explain_refusals()

@@ -37,6 +37,7 @@ from ds_encdec.registry.source_kinds import kind_of_file, local_kind
 if TYPE_CHECKING:
     import datasets
 
+_NARROW = {"float": np.float32, "float32": np.float32, "halffloat": np.float16, "float16": np.float16}
 Columns = Callable[[Sequence[str]], Sequence[str]]  # a function that returns which of a table's columns are read
 
 logger = logging.getLogger(__name__)
@@ -146,9 +147,7 @@ def _record(table: Any, row: int) -> dict[str, Any]:
 
 def _shortest(value: Any, kind: str | None) -> Any:
     """Return the value of a column, a narrow float as its shortest number: 0.1, and not 0.10000000149011612."""
-    narrow = {"float": np.float32, "float32": np.float32, "halffloat": np.float16, "float16": np.float16}.get(
-        kind or ""
-    )
+    narrow = _NARROW.get(kind or "")
     return float(str(narrow(value))) if narrow and isinstance(value, float | np.floating) else value
 
 

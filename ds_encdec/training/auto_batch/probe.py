@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from ds_encdec.base.types import Batch, DsEncDecError, Example, WeightSource
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.budgets import token_budgets
+from ds_encdec.config.shares import token_budgets
 from ds_encdec.data.loader import collate
 from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
