@@ -129,8 +129,7 @@ def _keys_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
     if any(are_low) and not (all(are_low) and infra.offload_optimizer == "none"):
         yield conflict(
             " ".join([*(f"{_EXTRA}.bf16.{key}" for key in low), "offload_optimizer"]),
-            "one without the other, or offloaded, is for DeepSpeed's own CPUAdam: set both and offload_optimizer=none, "
-            "or remove both",
+            "one alone, or offloaded, is for DeepSpeed's CPUAdam: set both and offload_optimizer=none, or remove both",
         )
     if extra.get("zero_optimization.zero_quantized_nontrainable_weights"):
         yield conflict(

@@ -90,10 +90,7 @@ def _check_names(names: Sequence[str], path: str) -> None:
     if problem := not_utf8("".join(names)):
         problem = f"is {problem}"
     elif "" in bare:
-        problem = (
-            f"has no name for column {bare.index('') + 1}. Write one (pandas leaves out its row numbers with "
-            "`to_csv(index=False)`)"
-        )
+        problem = f"has no name for column {bare.index('') + 1}. Write one (pandas: `to_csv(index=False)`)"
     elif twice is not None:
         problem = f"has {twice:.80} twice. Rename or remove one of these columns"
     if problem:

@@ -93,8 +93,7 @@ def with_assumed_batch_size(config: Run, world_size: int) -> Run:
         return config
     assumed = with_first_batch_size(config, world_size)
     logger.warning(
-        "training.per_device_train_batch_size=auto is found when a run starts, on its machine. Here it is taken to be "
-        "%d, of a global batch of %d.",
+        "training.per_device_train_batch_size=auto is found at a start: here taken to be %d, of a global batch of %d.",
         assumed.training.micro_batch_size,
         global_batch_size(config, world_size),
     )

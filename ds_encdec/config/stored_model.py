@@ -78,8 +78,7 @@ def read_stored_model(file: Path) -> dict[str, Any]:
     if how := stored.get("quantization_config") or stored.get("compression_config"):
         method = how.get("quant_method") if isinstance(how, dict) else None
         raise CheckpointError(
-            f"{file}: the weights are quantized ({method or 'quantization_config'}), which is not trained here: take "
-            "the unquantized folder"
+            f"{file}: the weights are quantized ({method or 'quantization_config'}): take the unquantized folder"
         )
     stored = {**family.defaults, **stored}
     if stored.get("num_key_value_heads", 0) is None:

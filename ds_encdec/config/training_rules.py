@@ -100,8 +100,7 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
     if schedule not in ENDLESS_SCHEDULES and warmup >= steps:
         yield conflict(
             ends,
-            f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it; only "
-            "WarmupLR and constant have no end",
+            f"the warm-up must end before the run: set warmup_steps={max(1, steps // 10)}, or WarmupLR or constant",
         )
     if schedule == "wsd" and warmup < steps < warmup + decay_steps:
         yield conflict(f"{ends} wsd_decay_fraction", f"warm-up and decay ({decay_steps} steps) do not fit into the run")

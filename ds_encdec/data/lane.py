@@ -130,8 +130,7 @@ class Lane:
                 yield entry
             self._counts["skipped_documents"] += empty > 0
         raise DataError(
-            f"lane {self._number} read {most} documents in a row without finding text to train on: all "
-            f"were {self._pipeline.maker.why_empty}"
+            f"lane {self._number} found no text in {most} documents in a row: all were {self._pipeline.maker.why_empty}"
         )
 
     def _count(self, name: str, epoch: int) -> None:

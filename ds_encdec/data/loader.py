@@ -31,10 +31,7 @@ from ds_encdec.registry.objectives import TASKS
 # What the model sees of a micro-batch, and so its digest.
 _SEEN = ("encoder_ids", "decoder_input_ids", "labels", "encoder_cu_seqlens", "decoder_cu_seqlens")
 READY_BATCHES_PER_LANE = 2  # that a worker prepares in advance
-_LESS = (
-    "lower data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
-    "(data.preprocessing_num_workers=0)"
-)
+_LESS = "lower data.preprocessing_num_workers (0: no workers) or data.shuffle_buffer_size"
 
 
 class LaneLoader:
@@ -100,8 +97,7 @@ class LaneLoader:
         by_lane = {record["lane"]: record for record in records}
         if by_lane and sorted(by_lane) != list(range(self._pipeline.num_lanes)):
             raise CheckpointError(
-                f"the checkpoint holds data records of lanes {sorted(by_lane)}; this run has lanes 0 to "
-                f"{self._pipeline.num_lanes - 1}"
+                f"the checkpoint has lanes {sorted(by_lane)}; this run has 0 to {self._pipeline.num_lanes - 1}"
             )
         self.close()
         self._records = {lane: by_lane[lane] for lane in self.lanes if by_lane}

@@ -36,8 +36,7 @@ class LaneShare(NamedTuple):
 def changed_since(what: str) -> DataError:
     """Return the error for a reference whose file no longer has the document."""
     return DataError(
-        f"{what} is not there any more: the file has changed since the checkpoint was made. Restore the file, or begin "
-        "a new run"
+        f"{what} is not there any more: the file has changed since the checkpoint. Restore it, or begin a new run"
     )
 
 

@@ -46,8 +46,7 @@ def take_survey(config: FullConfig, sources: Sequence[OpenSource], maker: Exampl
         raise DataError(
             f"the data set is empty: no row of the sample can be used. {first.problem}"
             if isinstance(first, BadRow)
-            else f"the data set is empty: none of the {len(all_read)} documents of a sample has text to train on. All "
-            f"were {maker.why_empty}"
+            else f"the data set is empty: no text to train on in {len(all_read)} documents: all were {maker.why_empty}"
         )
     return maker.ratio(usable), sorted(filter(None, forms))
 

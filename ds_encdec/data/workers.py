@@ -67,8 +67,7 @@ class Worker:
         code = self.process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return (WorkerKilledError if code < 0 else DataError)(
-            f"a data worker (process {self.process.pid}) {how}. SIGKILL usually means that the machine ran out of "
-            f"memory: {self._advice}"
+            f"a data worker (process {self.process.pid}) {how}. SIGKILL usually means too little memory: {self._advice}"
         )
 
 

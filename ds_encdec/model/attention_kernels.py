@@ -4,7 +4,6 @@ operators inside a graph of torch.compile, which lengths reach as tensors or as 
 one call per document ends a graph. A GPU kernel is taken only if it agrees with that on a few documents."""
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,8 +23,6 @@ try:
 except ImportError:
     flash_attn = None
 _HAS_FLASH_ATTENTION_3 = find_spec("flash_attn_interface") is not None  # a look takes as long as a layer's launches
-
-logger = logging.getLogger(__name__)
 
 # Documents share a call up to this product of all their queries and all their keys: on a CPU a call costs about as much
 # as 4,096 masked scores.
@@ -240,17 +237,16 @@ def _failure(kernel: AttentionKernel, wanted: KernelQuery) -> str:
             registry.activate_flash_attention_impl(kernel.implementation)
         return _trial_error(kernel, wanted)
 
+    failure = f"{kernel.name} fails on a few documents"
     with torch.autocast(wanted.device.type, enabled=False):
-        problem = trial_problem(trial)
+        problem = trial_problem(trial, f"Attention on {wanted.device}: {failure}")
     if not problem:
         return ""
     if kernel.implementation and registry.current_flash_attention_impl() != before:
         registry.restore_flash_attention_impl()
         if before is not None:
             registry.activate_flash_attention_impl(before)
-    failure = f"{kernel.name} fails on a few documents: {problem}"
-    logger.warning("Attention on %s: %s", wanted.device, failure)
-    return failure
+    return f"{failure}: {problem}"
 
 
 # Queries and keys of documents: without queries, without anything, of one token, of several blocks of a kernel.

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from .cross_attention import FORMS, POSITIONS, CrossAttention, form_of
+from .cross_attention import FORMS, POSITIONS, form_of
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -59,14 +59,14 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
 
     def __init__(self, **kwargs: Any) -> None:
         fields = _DEFAULTS | kwargs
-        heads, key_heads, head_dim = (
-            fields[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-        )
-        if heads % key_heads:
+        if (heads := fields["num_attention_heads"]) % (key_heads := fields["num_key_value_heads"]):
             raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({key_heads})")
-        if head_dim % 2:
+        if (head_dim := fields["head_dim"]) % 2:
             raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
-        form = _check_form(fields)
+        for name, known in (("cross_attention", FORMS), ("encoder_positions", POSITIONS)):
+            if fields[name] not in known:
+                raise ValueError(f"{name} is {fields[name]!r}, which this code does not know: {', '.join(known)}")
+        form = FORMS[fields["cross_attention"]]
         scaled, rope = fields.pop("rope_scaling", None), fields.pop("rope_parameters", None)
         base = (rope or {}).get("rope_theta") or kwargs.get("rope_theta") or 1e6
         rope = {"rope_theta": base, **(scaled or rope or {})}  # the older name precedes
@@ -89,13 +89,6 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
         # Constants of the architecture: an older file cannot turn them off. Hugging Face picks a loss by class name; an
         # unknown name would get the causal one, which shifts the labels a second time.
         super().__init__(**fields | {"is_encoder_decoder": True, "loss_type": "ForMaskedLM"})
-
-
-def _check_form(fields: dict[str, Any]) -> CrossAttention:
-    for name, known in (("cross_attention", FORMS), ("encoder_positions", POSITIONS)):
-        if fields[name] not in known:
-            raise ValueError(f"{name} is {fields[name]!r}, which this code does not know: {', '.join(known)}")
-    return FORMS[fields["cross_attention"]]
 
 
 def _check_heights(fields: dict[str, Any]) -> list[int]:

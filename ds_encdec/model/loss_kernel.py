@@ -3,7 +3,6 @@ The operators read and write the logits about twelve times; the kernel reads eac
 of its exponentials, and to write the gradients. Both compute in float32. A device gets the kernel only if it compiles
 there and agrees with the operators on a few rows."""
 
-import logging
 from functools import cache
 from typing import NamedTuple
 
@@ -17,8 +16,6 @@ try:
     import triton.language as tl
 except ImportError:  # builds of torch without CUDA lack it
     triton = None
-
-logger = logging.getLogger(__name__)
 
 # Label of a position without loss (`ds_encdec.base.types` holds the same; exported code cannot import it).
 IGNORE_INDEX = -100
@@ -180,9 +177,8 @@ if triton is not None:
 
 @cache
 def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> bool:
-    if problem := trial_problem(lambda: trial_error(device, gradients_in)):
-        logger.warning("The loss runs on %s without its kernel, which is slower: %s", device, problem)
-    return not problem
+    warning = f"The loss runs on {device} without its kernel, which is slower"
+    return not trial_problem(lambda: trial_error(device, gradients_in), warning)
 
 
 def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float:

@@ -298,8 +298,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             )
         if self.training and torch.is_grad_enabled() and self.decoder.layers[0].gradient_checkpointing:
             raise NotImplementedError(
-                "past_key_values: gradient checkpointing would write to the cache twice. Call eval(), or "
-                "gradient_checkpointing_disable()."
+                "gradient checkpointing would write to the cache twice: call gradient_checkpointing_disable() or eval()"
             )
         return chosen
 

@@ -2,12 +2,15 @@
 for a bf16 product as for casting to float32, multiplying, and rounding, to the same numbers (AVX-512 Xeon without
 avx512_bf16, torch 2.13)."""
 
+import logging
 import platform
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 _CPU_HAS: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.12 on
 
@@ -20,14 +23,17 @@ _EMULATED_ON_CPU = frozenset(
 )
 
 
-def trial_problem(trial: Callable[[], float]) -> str:
+def trial_problem(trial: Callable[[], float], warning: str) -> str:
     """Run `trial`, which returns the largest error of a device's kernel, over what rounding explains. Return why the
-    kernel cannot be used, or an empty text."""
+    kernel cannot be used, which is logged behind `warning`, or an empty text."""
     try:
         error = trial()
+        problem = "" if error <= 1.0 else f"its results are off by {error:.3g} times what rounding explains"
     except Exception as raised:  # whatever the driver, the compiler or this kind of GPU does not like
-        return " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
-    return "" if error <= 1.0 else f"its results are off by {error:.3g} times what rounding explains"
+        problem = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
+    if problem:
+        logger.warning("%s: %s", warning, problem)
+    return problem
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -53,8 +53,7 @@ def refuse_non_finite(name: str, tensor: Tensor) -> None:
     """Raise CheckpointError unless the parameter `name` is finite in the dtype in which it is to be written."""
     if not is_finite(tensor):
         raise CheckpointError(
-            f"{name} is not written: it has elements that are NaN, infinite, or too large for {tensor.dtype}. Take an "
-            "earlier checkpoint, or --dtype float32."
+            f"{name} is not finite as {tensor.dtype}, and not written: take an earlier checkpoint, or --dtype float32"
         )
 
 
@@ -169,8 +168,7 @@ class SafetensorsFolder:
                     part = file.get_slice(name)
                     if (dtype := part.get_dtype()) not in _DTYPE_NAMES.values():
                         raise CheckpointError(
-                            f"{where}: {name} is stored as {dtype}, not as {' or '.join(_DTYPE_NAMES.values())}. Take "
-                            "the unquantized folder."
+                            f"{where}: {name} is stored as {dtype}, not F32, BF16 or F16. Take the unquantized folder."
                         )
                     if (shape := tuple(part.get_shape())) != shapes[name]:
                         raise CheckpointError(

@@ -74,7 +74,7 @@ def test_a_lane_without_text_says_so(tmp_path: Path) -> None:
     pipeline = make_data(json_config(tmp_path / "a.jsonl", texts(100), eval_fraction=0.0)).pipeline
     empty = JsonLines([write_json_lines(tmp_path / "b.jsonl", [""] * 20)], "text")
     object.__setattr__(pipeline.sources[0], "source", empty)
-    with pytest.raises(DataError, match="lane 1 read 10000 documents in a row without finding text"):
+    with pytest.raises(DataError, match="lane 1 found no text in 10000 documents in a row"):
         next(Lane(pipeline, 1))
 
 

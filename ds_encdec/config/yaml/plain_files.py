@@ -83,7 +83,7 @@ def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> dic
     if (place := too_deep(text, MAX_DEPTH)) is not None:
         raise json.JSONDecodeError(f"nested more than {MAX_DEPTH} deep", text, place)
     if not isinstance(content := json.loads(text), dict):
-        raise ValueError("it is no JSON object, { ... }")
+        raise ValueError("it holds no JSON object")
     return content
 
 

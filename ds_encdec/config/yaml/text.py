@@ -158,8 +158,7 @@ class UnreadableError(ValueError):
 _IN_OTHER_WORDS = {
     "found character '\\t' that cannot start any token": "found a tab: indent with spaces",
     "expected <block end>, but found '<block mapping start>'": "a line that is indented otherwise than its neighbours",
-    "mapping values are not allowed here": "mapping values are not allowed here: indent the line as its neighbours, "
-    "and quote a value that holds a colon",
+    "mapping values are not allowed here": "indent the line as its neighbours, and quote a value that holds a colon",
 }
 
 

@@ -165,15 +165,15 @@ class PairMaker(ExampleMaker):
         for number, (source, target) in enumerate(ids):
             if number not in wanted:
                 continue
-            input_problem = f"the input has {len(source)} tokens, above data.max_encoder_length={longest}"
-            output_problem = (
-                f"the output has {len(target)}, EOS included, above data.max_decoder_length={longest_target}"
-            )
-            problems = [input_problem] * (len(source) > longest) + [output_problem] * (len(target) > longest_target)
-            if problems and self.data.on_long_row == "stop":
-                raise DataError(
-                    f"{document}: {'; '.join(problems)}. Raise that, or set data.on_long_row=skip or truncate"
+            problems = []
+            if len(source) > longest:
+                problems.append(f"the input has {len(source)} tokens, above data.max_encoder_length={longest}")
+            if (length := len(target)) > longest_target:
+                problems.append(
+                    f"the output has {length}, EOS included, above data.max_decoder_length={longest_target}"
                 )
+            if problems and self.data.on_long_row == "stop":
+                raise DataError(f"{document}: {'; '.join(problems)}. Raise it or set data.on_long_row=skip or truncate")
             is_kept = not problems or self.data.on_long_row == "truncate"
             example = Example(source[:longest], target[:longest_target], _TASK, document) if is_kept else None
             yield Made(number, example, number + 1 == len(ids), bool(problems))

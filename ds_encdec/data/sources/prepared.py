@@ -77,10 +77,7 @@ class PreparedSource:
         _require_made_from(self._folder, index["made_from"], made_from(data, entry, maker, seed))
         self._shards = [Shard(**facts) for facts in index["shards"]]
         if damaged := [self._folder / shard.file for shard in self._shards if not _is_whole(self._folder, shard)]:
-            raise DataError(
-                f"data.prepared_dir: {damaged[0]} is missing or damaged: run `ds-encdec prepare` with this "
-                "configuration, which makes it again"
-            )
+            raise DataError(f"data.prepared_dir: {damaged[0]} is missing or damaged: run `ds-encdec prepare` again")
         self._first = [0, *accumulate(shard.rows for shard in self._shards)]
         self._makes_pairs = OBJECTIVES[data.objective].takes_records
         self._batches: dict[int, Any] = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -240,63 +241,61 @@ def _is_saved(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "state.json"))
 
 
+@dataclass(eq=False)
 class HubTable:
     """A downloaded data set. A `MapSource`."""
 
-    def __init__(
-        self,
-        name: str,
-        column: str | None,
-        table: datasets.Dataset,
-        identity: dict[str, Any],
-        columns: Columns | None = None,
-    ) -> None:
-        _require_column(column, name, table.column_names)
-        self._name, self._column = name, column
-        self._table = table.select_columns(_read_columns(column, columns, table.column_names))
-        self.identity = {**identity, "rows": len(table)}
+    name: str
+    column: str | None
+    table: datasets.Dataset
+    identity: dict[str, Any]
+    columns: Columns | None = None
+
+    def __post_init__(self) -> None:
+        names = self.table.column_names
+        _require_column(self.column, self.name, names)
+        self.table = self.table.select_columns(_read_columns(self.column, self.columns, names))
+        self.identity = {**self.identity, "rows": len(self)}
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.table)
 
     def key(self, index: int) -> str:
-        return f"{self._name}:{index}"
+        return f"{self.name}:{index}"
 
     def document(self, index: int) -> Row:
         key = self.key(index)
-        return row_document(key, lambda: _shortest_in(self._table[index], self._table.features), self._column, key)
+        return row_document(key, lambda: _shortest_in(self.table[index], self.table.features), self.column, key)
 
 
+@dataclass(eq=False)
 class HubStream:
     """A streamed data set that is not parquet. A `StreamSource` whose units are `datasets`' shards."""
 
-    def __init__(
-        self,
-        name: str,
-        column: str | None,
-        stream: datasets.IterableDataset,
-        identity: dict[str, Any],
-        files: Sequence[str],
-        kind: str,
-    ) -> None:
-        self._name, self._column, self._stream, self._files, self._kind = name, column, stream, files, kind
-        self.num_units = stream.num_shards
-        self.identity = identity
-        self.is_remote = not files or any(map(is_remote, files))
+    name: str
+    column: str | None
+    stream: datasets.IterableDataset
+    identity: dict[str, Any]
+    files: Sequence[str]
+    kind: str
+
+    def __post_init__(self) -> None:
+        self.num_units: int = self.stream.num_shards
+        self.is_remote = not self.files or any(map(is_remote, self.files))
         for first in islice(self._records(0, 0), 1) if self.num_units else ():
-            no_shifted(kind, name, first)
-            _require_column(column, name, list(first))
+            no_shifted(self.kind, self.name, first)
+            _require_column(self.column, self.name, list(first))
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         for row, record in enumerate(self._records(unit, first_row), start=first_row):
-            key = f"{self._name}:{unit}:{row}"
+            key = f"{self.name}:{unit}:{row}"
             if wanted is None or wanted(key):
-                no_shifted(self._kind, self._name, record)
-                yield row_document(key, partial(_shortest_in, record, self._stream.features), self._column, key)
+                no_shifted(self.kind, self.name, record)
+                yield row_document(key, partial(_shortest_in, record, self.stream.features), self.column, key)
 
     def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
-        shard = self._stream.shard(num_shards=self.num_units, index=unit)
-        where = self._files[unit] if len(self._files) == self.num_units else f"{self._name}, shard {unit}"
+        shard = self.stream.shard(num_shards=self.num_units, index=unit)
+        where = self.files[unit] if len(self.files) == self.num_units else f"{self.name}, shard {unit}"
         return retry_rows(lambda row: islice(shard, row, None), first_row, where, is_local=not self.is_remote)
 
 
