@@ -51,6 +51,11 @@ class Source(Section):
     text_column: Annotated[str, Mark.TEXTS] = "text"
     """Column that holds the text."""
 
+    @property
+    def hub_name(self) -> str:
+        """Return `DATASET@REVISION`, the key of a commit."""
+        return f"{self.dataset_name}@{self.dataset_revision or 'main'}"
+
 
 class MixtureSource(Source):
     """One source of a weighted mixture. Fields mean what they mean in `data`."""

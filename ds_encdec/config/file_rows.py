@@ -14,11 +14,11 @@ from itertools import chain, islice
 from typing import Any
 
 from ds_encdec.base.types import DataError
+from ds_encdec.config.packed_files import NOT_UTF8
 from ds_encdec.config.yaml.plain_files import too_deep
 
 # Most levels of objects and lists in a line. Python's own limit depends on the caller, which must decide nothing.
 MAX_NESTING = 200
-NOT_UTF8 = "not UTF-8 text. Convert the file, for example with `iconv -f latin1 -t utf-8`"
 _BLANK = re.compile(r"[ \t\r\n]*")
 # The first line of an object that is spread over several lines.
 _OPENING = re.compile(r'\{\s*("(\\.|[^"\\])*"\s*:\s*[\[{]?)?\s*')

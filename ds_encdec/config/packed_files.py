@@ -19,6 +19,7 @@ _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18(.{4})", re.DOTALL)
 Opener = Callable[[str], Iterator[bytes]]
 
 
+NOT_UTF8 = "not UTF-8 text. Convert the file, for example with `iconv -f latin1 -t utf-8`"
 TWICE = "it is compressed twice. Unpack it once, or leave it out of data.data_files"
 UNPACKABLE = "cannot be unpacked: damaged, or cut short"
 

@@ -39,7 +39,7 @@ def is_hub_name(name_or_path: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name_or_path, re.ASCII) is not None
 
 
-def model_folder(name_or_path: str, files: Sequence[str], *, field: str) -> Path:
+def model_folder(name_or_path: str, files: Sequence[str] = MODEL_FILES, *, field: str) -> Path:
     """Return the local folder, or a hub repository's snapshot with `files` (patterns), downloaded unless it is cached.
     Raises CheckpointError that names `field` if there is no such folder, or the hub cannot be reached."""
     path = Path(os.path.expanduser(name_or_path))

@@ -21,25 +21,16 @@ from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader, known
 from ds_encdec.data.sources.local_files import expand_files
 from ds_encdec.data.sources.prepared import PreparedSource, made_from, prepare_source, prepared_folder
-from ds_encdec.data.sources.sources import (
-    AnySource,
-    OpenSource,
-    Split,
-    held_out_below,
-    hub_name,
-    named_sources,
-    source_entries,
-)
+from ds_encdec.data.sources.sources import AnySource, OpenSource, Split, held_out_below, named_sources, source_entries
 from ds_encdec.data.sources.tables import resolve_commits
 from ds_encdec.data.survey import take_survey
 from ds_encdec.launch.run_folder import take_folder
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.source_kinds import HUB, local_kind
+from ds_encdec.tokenizer.sentinels import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from ds_encdec.tokenizer.sentinels import Vocabulary
 
 
 # Number of lanes for which `prepare` opens a source, whatever a run has: the units of a stream depend on it.
@@ -197,7 +188,7 @@ class Opener:
         data = self.data
         if data.prepared_dir is not None:
             return PreparedSource(data, name, named, self.maker, self.seed)
-        entry = named.model_copy(update={"dataset_revision": self.commits.get(hub_name(named), named.dataset_revision)})
+        entry = named.model_copy(update={"dataset_revision": self.commits.get(named.hub_name, named.dataset_revision)})
         kind = local_kind(entry.dataset_name) or HUB
         columns = OBJECTIVES[data.objective].columns
         offered = {

@@ -21,11 +21,10 @@ from ds_encdec.data.lane import Lane
 from ds_encdec.data.sources.sources import OpenSource, Split
 from ds_encdec.data.sources.tables import resolve_commits
 from ds_encdec.registry.objectives import OBJECTIVES
+from ds_encdec.tokenizer.sentinels import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from ds_encdec.tokenizer.sentinels import Vocabulary
 
 _SIDES = ("encoder", "decoder")
 

@@ -193,9 +193,7 @@ class _SeededSampling(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(-1, drawn.clamp_max(scores.shape[-1] - 1), 0.0)
 
 
-def generate_text(
-    folder: Path, text: str, settings: GenerationSettings, *, raw: bool = False, stream: bool = False
-) -> str | None:
+def generate_text(folder: Path, text: str, settings: GenerationSettings, *, raw: bool, stream: bool) -> str | None:
     """Return `text` with its sentinels (`<extra_id_0>`…) filled in or, if it has none, `text` and its continuation.
 
     A sentinel that the model does not answer stays in the text. Fillings have blanks for runs of white space; a

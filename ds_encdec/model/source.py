@@ -8,14 +8,7 @@ from typing import Any
 
 from ds_encdec.base.types import CheckpointError, ConfigError, WeightSource
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.config.stored_model import (
-    COUNTS,
-    MODEL_FILES,
-    model_folder,
-    read_stored_model,
-    too_few_rows,
-    untrained_rows,
-)
+from ds_encdec.config.stored_model import COUNTS, model_folder, read_stored_model, too_few_rows, untrained_rows
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import form_of
 from ds_encdec.model.depth import depth_of, form_fields, require_stored_form
@@ -56,7 +49,7 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
             raise ConfigError(f"model.architecture: {error}") from error
         origin = f"random weights (seed {seed}), {count_parameters(config):,} parameters"
         return ModelSource(config, random_weights(config, seed), origin)
-    folder = model_folder(str(section.model_name_or_path), MODEL_FILES, field="model.model_name_or_path")
+    folder = model_folder(str(section.model_name_or_path), field="model.model_name_or_path")
     stored = read_stored_model(folder / "config.json")
     if family := FAMILIES.get(stored["model_type"]):
         origin = f"encoder and decoder from the decoder-only {family.title}"
@@ -107,7 +100,7 @@ def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> B
     if section.model_name_or_path is None:
         drawn["initializer_range"] = config.initializer_range
         return Base(random_weights(config, seed), None, drawn)
-    folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
+    folder = model_folder(section.model_name_or_path, field="model.model_name_or_path")
     return Base(_weights_in(section, folder, read_stored_model(folder / "config.json"), config, seed), folder, drawn)
 
 

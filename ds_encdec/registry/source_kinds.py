@@ -49,6 +49,11 @@ def kind_of_file(name: str) -> str | None:
     )
 
 
+def is_remote(path: str) -> bool:
+    """Return whether the path is a URL."""
+    return "://" in path
+
+
 # The kind of all other names: a data set of the hub, or of a folder laid out like one.
 HUB = SourceKind("ds_encdec.data.sources.tables:open_hub_data", ("entry", "num_lanes", "streaming", "columns", "limit"))
 

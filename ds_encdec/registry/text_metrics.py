@@ -1,7 +1,7 @@
 """Lists the metrics that compare generated texts with references, a row each; evaluate/metrics.py has their functions.
 All figures are on the scale of 0 to 100. The configuration reads their names, so nothing is imported here."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -46,10 +46,8 @@ def not_installed(names: Iterable[str]) -> Iterator[str]:
             yield f"{name} needs {row.package}, which is not installed: pip install 'ds_encdec[{row.extra}]'"
 
 
-def usable(names: Iterable[str]) -> tuple[list[str], str]:
+def usable(names: Collection[str]) -> tuple[list[str], str]:
     """Return the installed ones of the metrics `names`, and the others with the command to install them (or "")."""
-    rows = {name: text_metric(name) for name in names}
-    found = [name for name in rows if not any(not_installed([name]))]
-    absent = {name: row.extra or "" for name, row in rows.items() if row is not None and name not in found}
-    extras = ",".join(sorted(set(absent.values())))
-    return found, f"{', '.join(absent)}: pip install 'ds_encdec[{extras}]' adds them" if absent else ""
+    absent = {name: str(TEXT_METRICS[name].extra) for name in names if any(not_installed([name]))}
+    advice = f"{', '.join(absent)}: pip install 'ds_encdec[{','.join(sorted({*absent.values()}))}]' adds them"
+    return [name for name in names if name not in absent], advice if absent else ""

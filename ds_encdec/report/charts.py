@@ -73,6 +73,10 @@ class ChartPlan:
         """Return title and unit."""
         return f"{self.title}, {self.unit}" if self.unit else self.title
 
+    def axes(self, over: str = "optimizer step") -> Axes:
+        """Return the axes of a new figure for the chart, over the horizontal axis `over`."""
+        return Figure().add_subplot(title=self.heading, xlabel=over)
+
     def curve(self, curves: Mapping[str, Curve], metric: str) -> Curve:
         """Return the metric's curve in the unit of the chart; empty if it was never logged."""
         found = curves.get(metric, NO_CURVE)
@@ -130,7 +134,7 @@ def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
     curves = {label: plan.curve(run.curves, metric) for metric, label in plan.metrics.items()}
     curves = {label: curve for label, curve in curves.items() if len(curve.known)}
     known = np.concatenate([curve.known for curve in curves.values()])
-    axes, alone = new_axes(plan), len(plan.metrics) == 1
+    axes, alone = plan.axes(), len(plan.metrics) == 1
     for taken_back in run.abandoned.values() if alone else ():
         branch = plan.curve(taken_back, next(iter(plan.metrics)))
         axes.plot(branch.steps, branch.values, **_TAKEN_BACK)
@@ -182,11 +186,6 @@ def alert_marks(run: Run, plan: ChartPlan) -> Curve:
     marked = {entry["step"] for entry in run.entries("alert") if entry.get("type") in plan.alerts}
     steps = np.array(sorted(marked)[-MAX_MARKS:], dtype=np.float64)
     return Curve(steps, run.curve(next(iter(plan.metrics))).at(steps) * plan.scale)
-
-
-def new_axes(plan: ChartPlan, over: str = "optimizer step") -> Axes:
-    """Return the axes of a new figure for the chart, over the horizontal axis `over`."""
-    return Figure().add_subplot(title=plan.heading, xlabel=over)
 
 
 def finish(axes: Axes, plan: ChartPlan, caption: str, known: np.ndarray, pictures: Path | None) -> Chart:

@@ -12,19 +12,7 @@ import numpy as np
 from ds_encdec.base.types import ConfigError, DataError
 from ds_encdec.config.schema import Mark, PhasesConfig, marked
 from ds_encdec.config.validation import default_of
-from ds_encdec.report.charts import (
-    COLOURS,
-    PLANS,
-    Chart,
-    ChartPlan,
-    Style,
-    charts_of,
-    describe,
-    draw_curve,
-    finish,
-    new_axes,
-    styled,
-)
+from ds_encdec.report.charts import COLOURS, PLANS, Chart, ChartPlan, charts_of, describe, draw_curve, finish, styled
 from ds_encdec.report.page import differences, number, outcomes, write_page
 from ds_encdec.report.read_run import Curve, Run, back_to, read_json, read_run
 
@@ -51,7 +39,7 @@ _DATA_FACTS = {
     "sources": _MEANINGS[Mark.TEXTS],
     **{path: _FIELDS[path] for path in marked(Mark.EXAMPLES, Mark.MIXTURE)},
 }
-_PHASE_NAME: Style = {
+_PHASE_NAME: dict[str, Any] = {
     "xycoords": ("data", "axes fraction"), "xytext": (-3, -4), "textcoords": "offset points",
     "rotation": 90, "ha": "right", "va": "top", "fontsize": 8.5, "color": COLOURS["muted"],
 }  # fmt: skip
@@ -148,7 +136,7 @@ def _chart_of_runs(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str], p
     curves, labels = dict(enumerate(logged)), dict(enumerate(names))  # the number of a run chooses its colour
     title = plan.title if plan is DIFFERENCE_PLAN else f"{plan.title} of {len(runs)} runs"
     shown = replace(plan, key=f"compare_{plan.key}", title=title)
-    axes = new_axes(shown, over)
+    axes = shown.axes(over)
     if plan is DIFFERENCE_PLAN:
         first = curves.pop(0)
         curves = {i: difference(curve, first) for i, curve in curves.items()}
@@ -210,7 +198,7 @@ def _chart_of_phases(plan: ChartPlan, runs: Sequence[Run], pictures: Path | None
     if not len(whole.known):
         return None
     shown = replace(plan, key=f"phases_{plan.key}", title=f"{plan.heading}, all phases", unit="")
-    axes = new_axes(shown, "optimizer step, all phases")
+    axes = shown.axes("optimizer step, all phases")
     draw_curve(axes, whole, plan, "", alone=True)
     for run, end in zip(runs, ends, strict=True):
         axes.axvline(end, color=COLOURS["muted"], linewidth=1.2, linestyle="--")

@@ -76,7 +76,7 @@ def test_what_a_metric_lacks_is_said_with_the_command_that_brings_it(
 ) -> None:
     for names, folder, problem in (
         (["bertscore"], None, "name its folder in --bertscore-model"),
-        (["rogue"], None, "unknown metric rogue; there are exact_match, rouge, chrf, bleu, bertscore"),
+        (["rogue"], None, "unknown metric rogue; known: exact_match, rouge, chrf, bleu, bertscore"),
     ):
         with pytest.raises(ConfigError, match=problem):
             check_metrics(names, folder)

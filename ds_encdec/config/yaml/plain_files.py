@@ -55,14 +55,9 @@ def _read_pipe(path: str) -> bytes:
         return file.read(MAX_CONFIG_BYTES + 1)
 
 
-def read_plain(path: str | Path, max_bytes: int | None) -> str:
-    """Return the text of a plain UTF-8 file. Raises OSError, and ValueError if it is too large or not UTF-8."""
-    with open_plain(path) as file:
-        return _decoded(file.read(-1 if max_bytes is None else max_bytes + 1), max_bytes)
-
-
 def read_config(path: str | Path) -> str:
-    """Return the text of a configuration that the user names, which may be a pipe. Raises as `read_plain` does."""
+    """Return the text of a configuration that the user names, which may be a pipe. Raises OSError, and ValueError if it
+    is too large or not UTF-8."""
     read = _read_pipe.__wrapped__ if os.path.isfile(path) else _read_pipe  # a pipe can be read once
     return _decoded(read(os.fspath(path)), MAX_CONFIG_BYTES)
 
@@ -79,7 +74,8 @@ def _decoded(content: bytes, max_bytes: int | None) -> str:
 def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> dict[str, Any]:
     """Parse a program's JSON file. Raises OSError, and ValueError if it is no JSON object, too large, or nested too
     deep."""
-    text = read_plain(path, max_bytes)
+    with open_plain(path) as file:
+        text = _decoded(file.read(-1 if max_bytes is None else max_bytes + 1), max_bytes)
     if (place := too_deep(text, MAX_DEPTH)) is not None:
         raise json.JSONDecodeError(f"nested more than {MAX_DEPTH} deep", text, place)
     if not isinstance(content := json.loads(text), dict):

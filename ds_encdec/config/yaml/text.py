@@ -71,7 +71,7 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
         if root is not None and isinstance(values := reader.read(root, ""), dict):
             return Settings(values, reader.places)
         line = 1 if root is None else _line(root)
-        problem = file_problem(path, "it has no sections with `field: value` lines; ds-encdec init writes some", line)
+        problem = file_problem(path, "no sections with `field: value` lines; ds-encdec init writes some", line)
     except UnreadableError as error:
         problem = file_problem(path, f"not valid YAML: {error}", error.line, field=error.field)
     problems.append(problem)

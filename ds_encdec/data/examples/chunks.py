@@ -31,11 +31,10 @@ from ds_encdec.data.examples.protocol import ALL, ExampleMaker, Made
 from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.registry.denoisers import DENOISERS, DenoisedLengths
+from ds_encdec.tokenizer.sentinels import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from ds_encdec.tokenizer.sentinels import Vocabulary
 
 MIN_RAW_TOKENS = 2  # the shortest text that can be denoised: one token for each side
 MIN_TAIL_TOKENS = 16  # the shortest last chunk of a document: it takes tokens from the chunk before it

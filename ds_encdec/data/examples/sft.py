@@ -32,11 +32,10 @@ from ds_encdec.data.examples.protocol import ALL, ExampleMaker, Made
 from ds_encdec.data.sources.sources import BadRow
 from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.registry.objectives import CHAT, SYSTEM, TEMPLATES, columns_by_field, conversation_column, template_parts
+from ds_encdec.tokenizer.sentinels import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-    from ds_encdec.tokenizer.sentinels import Vocabulary
 
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]  # input and output of an example, int32 each; the output ends with EOS
 
@@ -331,7 +330,15 @@ def _read_turn(message: Any) -> tuple[dict[str, Any], bool]:
         raise UnusableError(f"a turn has `{masks[0]}`, which is not read; write `weight` 0 (not learnt) or 1")
     weights = [_is_learnt(turn.pop(name), f"`{name}` of a turn") for name in _TURN_WEIGHTS if name in turn]
     if "role" not in turn and {"from", "value"} <= turn.keys():
-        turn = _from_sharegpt(str(turn["from"]), turn["value"])
+        speaker, content = str(turn["from"]).lower(), turn["value"]
+        if speaker not in _ROLES:
+            raise UnusableError(f"a turn is from {speaker!r:.80}; known are {', '.join(_ROLES)}")
+        turn = {"role": _ROLES[speaker], "content": content}
+        if speaker == "function_call":
+            with suppress(TypeError, ValueError):
+                call = json.loads(content)
+                if isinstance(call, dict) and "name" in call:
+                    turn |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
     if "role" not in turn:
         raise UnusableError(
             "its messages are not objects with roles; give each `role` and `content`, or ShareGPT's `from` and `value`"
@@ -339,15 +346,3 @@ def _read_turn(message: Any) -> tuple[dict[str, Any], bool]:
     if isinstance(turn.get("content"), int | float):
         turn["content"] = as_text(turn["content"])
     return turn, all(weights)
-
-
-def _from_sharegpt(speaker: str, content: Any) -> dict[str, Any]:
-    role = _ROLES.get(speaker.lower())
-    if role is None:
-        raise UnusableError(f"a turn is from {speaker!r:.80}; known are {', '.join(_ROLES)}")
-    if speaker.lower() == "function_call":
-        with suppress(TypeError, ValueError):
-            call = json.loads(content)
-            if isinstance(call, dict) and "name" in call:
-                return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": call}]}
-    return {"role": role, "content": content}

@@ -10,7 +10,7 @@ from typing import TypeVar
 from ds_encdec.base.quantities import count
 from ds_encdec.base.types import DataError, DsEncDecError
 from ds_encdec.config.schema import MixtureSource
-from ds_encdec.registry.source_kinds import kind_of_file
+from ds_encdec.registry.source_kinds import is_remote, kind_of_file
 
 T = TypeVar("T")
 
@@ -71,11 +71,6 @@ def no_shifted(kind: str, name: str, columns: Container[str]) -> None:
             f"data set {name}: the rows of a CSV file have more fields than its first line names, so `datasets` shifts "
             "them. Name every column, or quote the fields that hold a comma"
         )
-
-
-def is_remote(path: str) -> bool:
-    """Return whether the path is a URL."""
-    return "://" in path
 
 
 def is_of_network(error: BaseException) -> bool:

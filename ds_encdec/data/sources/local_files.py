@@ -25,17 +25,8 @@ from ds_encdec.base.file_patterns import named_files, no_file_matches
 from ds_encdec.base.quantities import disk_size
 from ds_encdec.base.types import ConfigError, DataError, Document
 from ds_encdec.config.data_sections import MAX_ROW_BYTES
-from ds_encdec.config.file_rows import (
-    NOT_UTF8,
-    RowError,
-    array_rows,
-    csv_rows,
-    is_array,
-    json_object,
-    json_row,
-    too_long,
-)
-from ds_encdec.config.packed_files import UNPACKABLE, packing
+from ds_encdec.config.file_rows import RowError, array_rows, csv_rows, is_array, json_object, json_row, too_long
+from ds_encdec.config.packed_files import NOT_UTF8, UNPACKABLE, packing
 from ds_encdec.data.sources.sources import BadRow, Row, row_document
 from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
@@ -254,8 +245,7 @@ class JsonLines(_FileRanges):
             return BadRow(key, f"{where}: {error}")
         return row_document(key, lambda: record, self._text_column, where)
 
-    def _read(self, content: bytes) -> dict[str, Any]:
-        return json_object(content)
+    _read: Callable[[bytes], dict[str, Any]] = staticmethod(json_object)
 
 
 class CsvFiles(JsonLines):

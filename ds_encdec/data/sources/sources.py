@@ -103,11 +103,6 @@ def named_sources(data: DataConfig) -> dict[str, MixtureSource]:
     return trained | {name: entry for name, entry in splits.items() if entry}
 
 
-def hub_name(entry: MixtureSource) -> str:
-    """Return `DATASET@REVISION`, the key of a commit."""
-    return f"{entry.dataset_name}@{entry.dataset_revision or 'main'}"
-
-
 def held_out_hash(key: str) -> float:
     """Return the number in [0, 1) of the document `key`, which is held out below the source's threshold."""
     return unit_hash(key, "held out")

@@ -23,17 +23,10 @@ from ds_encdec.base.types import DataError
 from ds_encdec.config.data_sections import MAX_ROW_BYTES
 from ds_encdec.config.file_rows import too_long
 from ds_encdec.config.schema import DataConfig, MixtureSource
-from ds_encdec.data.sources.hub_errors import (
-    content_error,
-    is_of_network,
-    is_remote,
-    no_shifted,
-    readable_errors,
-    retry_rows,
-)
+from ds_encdec.data.sources.hub_errors import content_error, is_of_network, no_shifted, readable_errors, retry_rows
 from ds_encdec.data.sources.local_files import CsvFiles, JsonLines, file_digests, local_errors, short_names
-from ds_encdec.data.sources.sources import BadRow, Row, hub_name, missing_column, named_sources, row_document
-from ds_encdec.registry.source_kinds import kind_of_file, local_kind
+from ds_encdec.data.sources.sources import BadRow, Row, missing_column, named_sources, row_document
+from ds_encdec.registry.source_kinds import is_remote, kind_of_file, local_kind
 
 if TYPE_CHECKING:
     import datasets
@@ -300,10 +293,10 @@ class HubStream:
 
 
 def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the commit (a sha) of each hub data set of `data` by its `hub_name`; those in `saved` stay. A data set
+    """Return the commit (a sha) of each hub data set of `data` by its name and revision; those in `saved` stay. A data set
     that the hub does not show is left out: opening it tries the local cache, and reports the problem."""
     entries = {
-        hub_name(entry): entry
+        entry.hub_name: entry
         for entry in ({} if data.prepared_dir else named_sources(data)).values()
         if local_kind(entry.dataset_name) is None and not os.path.exists(entry.dataset_name)
     }
