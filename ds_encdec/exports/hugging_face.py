@@ -148,18 +148,16 @@ def _export_mean(
     manifest = read_manifest(newest)
     saved = Checkpoint(newest, manifest)
     run = load_saved(newest / "config.yaml")
-    data = saved.read_json("trainer.json").get("data")
-    forms = data.get("input_forms") if isinstance(data, dict) else None  # not every checkpoint records them
+    forms = (saved.read_json("trainer.json").get("data") or {}).get("input_forms", ())  # of a run's own data
     made = Qwen3EncoderConfig.of(config) if encoder_only else config
     trained_by = {"code": manifest.code, "commit": manifest.commit}
-    known_forms = forms if isinstance(forms, list) else ()
     export_hf(
         _of_encoder(mean, config) if encoder_only else mean,
         made,
         pretrained_tokenizer(str(newest / "model"), field=field),
         out,
         dtype=dtype,
-        card=model_card(run, made, saved.training_state(), described, trained_by, forms=known_forms),
+        card=model_card(run, made, saved.training_state(), described, trained_by, forms=forms),
         longest_text=run.data.max_encoder_length,
         replace=replace,
     )

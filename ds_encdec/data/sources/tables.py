@@ -293,7 +293,7 @@ class HubStream:
 
 
 def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the commit (a sha) of each hub data set of `data` by its name and revision; those in `saved` stay. A data set
+    """Return the commit (a sha) of each hub data set of `data` by its `hub_name`; those in `saved` stay. A data set
     that the hub does not show is left out: opening it tries the local cache, and reports the problem."""
     entries = {
         entry.hub_name: entry
