@@ -41,7 +41,7 @@ def is_hub_name(name_or_path: str) -> bool:
 
 def model_folder(name_or_path: str, files: Sequence[str] = MODEL_FILES, *, field: str) -> Path:
     """Return the local folder, or a hub repository's snapshot with `files` (patterns; by default a model's), downloaded
-    unless it is cached. Raises CheckpointError that names `field` if there is no such folder, or the hub cannot be reached."""
+    unless it is cached. Raises CheckpointError that names `field` if it is not there, or the hub cannot be reached."""
     path = Path(os.path.expanduser(name_or_path))
     if os.path.isdir(path):
         return path
