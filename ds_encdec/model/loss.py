@@ -71,14 +71,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             states = hidden[chunk].to(matmul_weight.dtype)
+            extra = None if extra_losses is None else extra_losses[chunk]
             # No name refers to the logits: they are freed before the products below need memory.
             logit_grads = _losses_and_gradients(
-                Rows(
-                    _matmul(states, matmul_weight.T).float(),
-                    labels[chunk],
-                    token_losses[chunk],
-                    None if extra_losses is None else extra_losses[chunk],
-                ),
+                Rows(_matmul(states, matmul_weight.T).float(), labels[chunk], token_losses[chunk], extra),
                 gradients_in,
                 scale,
                 extras,
