@@ -332,7 +332,7 @@ def _read_turn(message: Any) -> tuple[dict[str, Any], bool]:
     if "role" not in turn and {"from", "value"} <= turn.keys():
         speaker, content = str(turn["from"]).lower(), turn["value"]
         if speaker not in _ROLES:
-            raise UnusableError(f"a turn is from {speaker!r:.80}; known are {', '.join(_ROLES)}")
+            raise UnusableError(f"a turn is from {turn['from']!r:.80}; known are {', '.join(_ROLES)}")
         turn = {"role": _ROLES[speaker], "content": content}
         if speaker == "function_call":
             with suppress(TypeError, ValueError):
