@@ -84,9 +84,8 @@ class Chunker:
 
     def draw_chunk(self, remaining: int, draw: float) -> tuple[str, int]:
         """Return denoiser and length of the next chunk of `remaining` tokens; `draw` is uniform in [0, 1)."""
-        edges = [*accumulate(weight / sum(self.weights) for weight in self.weights)][
-            :-1
-        ]  # the last is 1 up to rounding
+        total = sum(self.weights)
+        edges = list(accumulate(weight / total for weight in self.weights))[:-1]  # the last is 1 up to rounding
         denoiser = list(DENOISERS)[bisect_right(edges, draw)]
         longest = max_raw_length(denoiser, self.bounds)
         # The longest chunk leaves nothing, or at least a minimum tail.
