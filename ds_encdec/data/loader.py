@@ -97,7 +97,7 @@ class LaneLoader:
         by_lane = {record["lane"]: record for record in records}
         if by_lane and sorted(by_lane) != list(range(self._pipeline.num_lanes)):
             raise CheckpointError(
-                f"the checkpoint has lanes {sorted(by_lane)}; this run has 0 to {self._pipeline.num_lanes - 1}"
+                f"the checkpoint has lanes {sorted(by_lane)}; this run has lanes 0 to {self._pipeline.num_lanes - 1}"
             )
         self.close()
         self._records = {lane: by_lane[lane] for lane in self.lanes if by_lane}
