@@ -53,7 +53,8 @@ def refuse_non_finite(name: str, tensor: Tensor) -> None:
     """Raise CheckpointError unless the parameter `name` is finite in the dtype in which it is to be written."""
     if not is_finite(tensor):
         raise CheckpointError(
-            f"{name} is not finite as {tensor.dtype}, and not written: take an earlier checkpoint, or --dtype float32"
+            f"{name} is not written: it has elements that are NaN, infinite, or too large for {tensor.dtype}. Take an "
+            "earlier checkpoint, or --dtype float32."
         )
 
 
