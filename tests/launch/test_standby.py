@@ -71,13 +71,9 @@ def test_a_standby_takes_its_rank_from_a_child_of_its_torchrun_alone(tmp_path: P
     agent, variables = psutil.Process(), environment() | {"LOCAL_RANK": "9"}
     address = f"\0ds_encdec-standby-{agent.pid}-{agent.create_time():.2f}-9"
     command = [*launcher("python"), "--config", "quickstart", "--print-config"]
-    standby = subprocess.Popen(
-        launcher("python"), env=variables | {"DS_ENCDEC_STANDS_BY": "1"}, stdin=subprocess.PIPE, text=True
-    )
+    order = json.dumps({"torchrun": agent.pid, "address": address, "modules": []})
+    standby = subprocess.Popen(launcher("python"), env=variables | {"DS_ENCDEC_STANDS_BY": order})
     try:
-        assert standby.stdin is not None
-        with standby.stdin as order:
-            json.dump({"torchrun": agent.pid, "address": address, "modules": []}, order)
         wait_until(lambda: f"@{address[1:]}" in Path("/proc/net/unix").read_text())
         with socket.socket(socket.AF_UNIX) as foreign:
             foreign.connect(address)
