@@ -22,7 +22,14 @@ from contextlib import suppress
 import psutil
 
 from ds_encdec.base.types import LostRankError
-from ds_encdec.launch.preemption import SHELL, STOP_SIGNALS, end_process, is_alive, process_of_launcher
+from ds_encdec.launch.preemption import (
+    SHELL,
+    STOP_SIGNALS,
+    end_process,
+    is_alive,
+    launchers_above,
+    process_of_launcher,
+)
 
 _MOST_RESTARTS, _RESTARTS = "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"  # which torchrun sets
 SWITCH = "DS_ENCDEC_STANDBY"  # the user's: 0 starts none
@@ -52,8 +59,10 @@ def keep_standby(script: str, has_stepped: Callable[[], bool]) -> None:
     def start() -> None:
         while not has_stepped():
             time.sleep(_POLL_SECONDS)
+        if not (above := launchers_above(process_of_launcher())):
+            return  # torchrun is gone, and this rank's parent ends no sooner than the machine
         modules = [name for name in list(sys.modules) if name.partition(".")[0] in _PACKAGES]
-        order = json.dumps({"torchrun": _torchrun().pid, "address": _address(), "modules": modules})
+        order = json.dumps({"torchrun": above[0].pid, "address": _address(above[0]), "modules": modules})
         environment = {name: value for name, value in os.environ.items() if name != SHELL} | {_STANDS_BY: order}
         with suppress(OSError), open(os.devnull, "r+") as nothing:
             # No child of the rank, which may kill its own.
@@ -65,14 +74,9 @@ def keep_standby(script: str, has_stepped: Callable[[], bool]) -> None:
         threading.Thread(target=start, name="keep-standby", daemon=True).start()
 
 
-def _torchrun() -> psutil.Process:
-    return psutil.Process(psutil.Process(process_of_launcher()).ppid())
-
-
-def _address() -> str:
+def _address(torchrun: psutil.Process) -> str:
     # An abstract socket's: it is gone with its process, and no TMPDIR is too long for it.
-    agent = _torchrun()
-    return f"\0ds_encdec-standby-{agent.pid}-{agent.create_time():.2f}-{os.environ['LOCAL_RANK']}"
+    return f"\0ds_encdec-standby-{torchrun.pid}-{torchrun.create_time():.2f}-{os.environ['LOCAL_RANK']}"
 
 
 def _own_peer(connection: socket.socket) -> int:
@@ -125,7 +129,7 @@ def _pass_on() -> int | None:
     """Let a standby run this process's rank, and return its exit code; None if none is ready."""
     shell = socket.socket(socket.AF_UNIX)
     try:
-        shell.connect(_address())
+        shell.connect(_address(psutil.Process(os.getppid())))
         if not _own_peer(shell):
             return None
         environment = {**os.environ, SHELL: str(os.getpid())}
@@ -134,7 +138,7 @@ def _pass_on() -> int | None:
         socket.send_fds(shell, [json.dumps(rank).encode() + b"\n"], [0, 1, 2])
         replies = shell.makefile()
         standby = int(replies.readline())
-    except (OSError, ValueError):
+    except (OSError, ValueError, psutil.Error):
         return None
 
     def pass_on(number: int, _: object) -> None:

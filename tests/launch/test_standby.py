@@ -5,11 +5,14 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 from tiny_run import environment, is_running, launcher, metrics, overrides, wait_until
+
+from ds_encdec.launch.standby import keep_standby
 
 pytestmark = pytest.mark.launch
 
@@ -88,6 +91,20 @@ def test_a_standby_takes_its_rank_from_a_child_of_its_torchrun_alone(tmp_path: P
                 foreign.recv(1)
     finally:
         standby.kill()
+
+
+def test_no_standby_waits_for_a_torchrun_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process is the rank, and what has started it is no launcher."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command))
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    keep_standby(str(tmp_path), lambda: True)
+    for thread in threading.enumerate():
+        thread.join() if thread.name == "keep-standby" else None
+    assert started == []
 
 
 def _main_rank(run: Path) -> int:
