@@ -48,6 +48,7 @@ while :; do
             sleep 2 &
             wait $! # which a signal ends
         done
+        [ -z "$signalled" ] || rm -f "$run/stop" # it was for these ranks, not for the next start
     fi
     read -r state ending why < <(told)
     [ "$state" != running ] || { state=failed ending=9; } # killed before it could say so, at this start or an earlier one

@@ -289,14 +289,27 @@ def test_a_folder_that_is_deleted_ends_the_run_at_its_next_line_of_metrics(
     engine = ScriptedEngine({})
     run = make_run(tmp_path / "checkpoints", engine, logging_steps=2, save_steps=8)
 
-    def require_folder() -> None:
+    def require_folder() -> bool:
         if engine.step_number >= 3:
             raise RunFolderGoneError("it was deleted")
+        return True
 
     run.require_folder = require_folder
     with pytest.raises(RunFolderGoneError):
         train(run)
     assert engine.step_number == 4
+
+
+def test_a_best_checkpoint_that_was_deleted_with_all_others_is_best_no_more(
+    tmp_path: Path, eval_losses: list[float]
+) -> None:
+    eval_losses[:] = [1.0, 2.0, 3.0, 2.5]
+    engine = ScriptedEngine({})
+    run = make_run(tmp_path / "checkpoints", engine)
+    run.require_folder = lambda: engine.step_number != 4
+    state = train(run)
+    assert (state.best_step, state.best_value) == (4, 2.0)
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step-00000004"
 
 
 @pytest.mark.parametrize("async_save", [True, False])

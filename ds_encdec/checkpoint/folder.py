@@ -174,6 +174,10 @@ class CheckpointFolder:
         path.rename(aside)
         logger.warning("%s: %s is now %s.", why, path.name, aside.name)
 
+    def is_final(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is the one that has completed the run."""
+        return (self.path / "final").resolve() == self.at(step).resolve()
+
     def go_back_to(self, step: int, best_step: int | None) -> None:
         """Point at `step` and `best_step`, then rename later checkpoints to `abandoned-…` (`keep` of these stay)."""
         for name, pointed in (("best", best_step), ("latest", step)):

@@ -109,13 +109,7 @@ class CheckpointManager:
         assert self._save is None, "a save is under way"
         save = SaveOutcome(state)
         step = state.global_step
-
-        @self._writing().explain_refusals()
-        def make_folder() -> Path:
-            if not self.folder.exists():
-                logger.warning("%s was moved away or deleted in mid-run: it is made again", self.folder)
-            return begin(self.files.at(step))
-
+        make_folder = self._writing().explain_refusals()(lambda: begin(self.files.at(step)))
         try:
             folder = self._collectives.on_rank_zero(make_folder)
             staged = stage(folder, copy=in_background)

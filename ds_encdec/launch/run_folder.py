@@ -88,15 +88,15 @@ class RunFolder:
             raise ConfigError(f"infra.output_dir: {self.checkpoints}: {error.strerror}; use another folder.") from error
         with suppress(OSError):
             status = self.read_status()
-            is_stopped = resume and self.stop_file.exists() and self._may_start_by_itself(status)
+            if resume and self.stop_file.exists() and self._may_start_by_itself(status):
+                why = f"{BY_FILE} was used before this start, so it ends, too; the next one goes on"
+                self.write_status("preempted", reason=why, exit_code=Preempted.exit_code)
+                self.stop_file.unlink()
+                self.release()
+                raise Preempted(f"{self.root}: {why}.")
             self.stop_file.unlink(missing_ok=True)
             if not resume:
                 self.run_json.unlink(missing_ok=True)
-            elif is_stopped:
-                why = f"{BY_FILE} was used before this start, so it ends, too; the next one goes on"
-                self.write_status("preempted", reason=why, exit_code=Preempted.exit_code)
-                self.release()
-                raise Preempted(f"{self.root}: {why}.")
             elif status.get("state") == "running":
                 self.write_status(
                     "failed",
@@ -106,10 +106,11 @@ class RunFolder:
         self.earlier = self.read_status()
         return self.earlier
 
-    def require_present(self) -> None:
-        """Raise RunFolderGoneError if the folder that this process has claimed was deleted or replaced since."""
+    def require_present(self) -> bool:
+        """Return whether the folder that this process has claimed still has its `checkpoints/`, without which the next
+        save makes it again. Raises RunFolderGoneError if the folder itself was deleted or replaced."""
         if self._lock is None:
-            return
+            return True
         try:
             is_here = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.root / ".lock"))
         except OSError as error:  # if the file system does not answer now, the next save reports it
@@ -119,6 +120,7 @@ class RunFolder:
                 f"infra.output_dir: {self.root} was deleted or replaced while this run was writing into it, so no "
                 "checkpoint can be saved. Restore a copy of it and continue with `--resume auto`, or start again."
             )
+        return self.checkpoints.exists()
 
     def flush_record(self) -> None:
         """Make the lines written so far durable, and the names of their files; a refusal is logged, never raised."""
@@ -182,7 +184,7 @@ class RunFolder:
         status = self.read_status()
         if not status:
             raise ConfigError(f"{self.root} is not a run's folder: it has no run.json")
-        has_ended = f"the run has ended: {status['state']}, exit code {status['exit_code']}"
+        has_ended = f"the run has ended: {status['state']}, exit code {status.get('exit_code')}"
         if not self._may_start_by_itself(status):
             return f"{self.root}: nothing to stop, {has_ended}"
         try:

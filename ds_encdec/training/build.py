@@ -260,7 +260,7 @@ def _build_trainer(
     if is_over(state, run.config.training):
         is_whole = state.global_step >= run.config.training.num_train_steps
         limit = "num_train_steps" if is_whole else "early_stopping_patience"
-        logger.info("nothing is left to do after step %d. To train on, raise training.%s", state.global_step, limit)
+        logger.info("nothing is left to train after step %d. To train on, raise training.%s", state.global_step, limit)
     elif context.world.is_main:
         for line in start_banner(job, context, expected, start_step=state.global_step, epochs=run.epochs):
             logger.info(line)

@@ -48,8 +48,9 @@ class Trainer:
     """A run with all its parts. `state` is the current one, `start` the one with which this process began. `eval_sets`:
     by name, "" for the held-out split. `run_files` takes a checkpoint's content beside the engine's files, as it is now
     (state, records of the recorder and the lanes, facts of the save), and returns a function that rank 0 calls later to
-    write it. `require_folder` raises if the run's folder is gone. `judge` returns figures of generated texts, and some
-    of the texts. `rehearses`: try evaluation and saves before the first step, as on accelerators."""
+    write it. `require_folder` raises if the run's folder is gone, and returns whether it has its checkpoints. `judge`
+    returns figures of generated texts, and some of the texts. `rehearses`: try evaluation and saves before the first
+    step, as on accelerators."""
 
     config: FullConfig
     engine: Engine
@@ -61,7 +62,7 @@ class Trainer:
     stop: StopRequest
     run_files: Callable[[TrainingState, dict[str, Any], list[dict[str, Any]], dict[str, Any]], Callable[[Path], None]]
     state: TrainingState
-    require_folder: Callable[[], None] = lambda: None
+    require_folder: Callable[[], bool] = lambda: True
     judge: Callable[[], tuple[dict[str, float], list[Sample]]] | None = None
     callbacks: Sequence[Callback] = ()
     rehearses: bool = False

@@ -39,9 +39,13 @@ def save(run: Trainer, reason: str, value: float | None = None) -> None:
     after a rollback), and the run goes on if it failed. If a state is not finite, or replicas differ, and the run rolls
     back for it, that earlier state is saved instead."""
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-        run.collectives.on_rank_zero(run.require_folder)
+        has_checkpoints = run.collectives.on_rank_zero(run.require_folder)
         after_rollback = "stop" if reason == "stop" else "rollback"  # the run goes on where it was at its end
         went_back = collect_save(run)  # at most one under way
+        if not has_checkpoints:
+            logger.warning("%s was moved away or deleted in mid-run: it is made again", run.checkpoints.folder)
+            run.checkpoints.newest_step = None
+            run.state = replace(run.state, best_value=None, best_step=None)
         if heal(run, compare_replicas(run)) or went_back:
             reason, value = after_rollback, None
         best = is_best(run.state, value, run.training)
@@ -100,11 +104,13 @@ def answer_alert(run: Trainer, state: TrainingState, kind: str, value: float, me
     if roll_back(run, actions):
         return True
     if is_last:
+        remedy = "lower training.learning_rate"
         if kind == "non_finite_evaluation":
             save(run, "stop")
+            remedy = "go back to an earlier checkpoint (`--resume PATH`), and lower training.learning_rate"
         raise DivergedError(
             f"{kind}: step {state.global_step}: {message}. `--resume auto` goes on from step "
-            f"{run.checkpoints.newest_step or 0}; if it happens again, lower training.learning_rate."
+            f"{run.checkpoints.newest_step or 0}; if it happens again, {remedy}."
         )
     return False
 

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 from ds_encdec.base.types import (
@@ -40,8 +41,9 @@ def train(run: Trainer) -> TrainingState:
     Raises Preempted after a save if the run is to stop; DivergedError if too many steps in a row were skipped, an alert
     demands it, or the rollbacks are used up; CheckpointError if the last save fails. A save may still be under way."""
     _rehearse(run)
-    if run.is_over and not run.collectives.on_rank_zero((run.checkpoints.folder / "final").exists):
-        # The last evaluation was not finite, or `num_train_steps` was lowered to this step.
+    # The last evaluation was not finite, or `num_train_steps` was lowered to this step. A rollback may end there again.
+    is_final = run.checkpoints.files.is_final
+    while run.is_over and not run.collectives.on_rank_zero(partial(is_final, run.state.global_step)):
         value, rolled_back = _evaluate(run, StepPlan(log=True, evaluate=bool(run.training.eval_samples)))
         save(run, "end" if run.is_over and not rolled_back else "rollback", value)
     while not run.is_over:

@@ -136,6 +136,29 @@ def test_a_last_evaluation_that_is_not_finite_completes_no_run_and_the_last_step
     assert (tmp_path / "export" / "final").exists()
 
 
+def test_an_earlier_end_of_the_run_does_not_complete_a_later_one(runs: ForkedRuns, tmp_path: Path) -> None:
+    final, command = tmp_path / "checkpoints" / "final", arguments(tmp_path, "fsdp", **EVALUATES)
+    runs.run(arguments(tmp_path, "fsdp", **EVALUATES | {"training__num_train_steps": 5}), ranks=2).ended_with(0)
+    fault = {"kind": "nan_evaluation", "on_rank": 1, "last": 100}
+    for first in (10, 0):
+        runs.run([*command, "--resume", "auto"], ranks=2, faults=[fault | {"first": first}]).ended_with(7)
+        assert final.resolve().name == "step-00000005"
+    runs.run([*command, "--resume", "auto"], ranks=2).ended_with(0)
+    assert final.resolve().name == "step-00000010"
+
+
+def test_a_rollback_behind_a_lowered_number_of_steps_completes_no_run(runs: ForkedRuns, tmp_path: Path) -> None:
+    """It ends at a state that has no evaluation yet."""
+    runs.run(arguments(tmp_path, "fsdp", **EVALUATES), ranks=2, faults=[{"kind": "asked_to_stop", "at": 8}])
+    changes = {"training__num_train_steps": 4, "monitor__on_non_finite": "rollback", "monitor__rollback_min_steps": 1}
+    command = arguments(tmp_path, "fsdp", "--resume", "auto", **EVALUATES | changes)
+    fault = {"kind": "nan_evaluation", "on_rank": 1, "first": 0, "last": 0}
+    runs.run(command, ranks=2, faults=[fault]).ended_with(7)
+    ended_without_a_model(tmp_path, [5])
+    runs.run(command, ranks=2).ended_with(0)
+    assert (tmp_path / "checkpoints" / "final").resolve().name == "step-00000005"
+
+
 @pytest.mark.parametrize(("answer", "code"), [("skip_step", 75), ("stop", 7)])
 def test_a_run_that_is_stopped_with_a_state_that_is_not_finite_is_to_be_started_again(
     runs: ForkedRuns, tmp_path: Path, answer: str, code: int
@@ -158,7 +181,7 @@ def test_a_run_without_a_checkpoint_is_told_to_begin_again(runs: ForkedRuns, tmp
 
 
 def test_an_evaluation_that_is_not_finite_rolls_back(runs: ForkedRuns, tmp_path: Path) -> None:
-    rollback = {"monitor__on_non_finite": "rollback", "monitor__rollback_min_steps": 2}
+    rollback = {"monitor__on_non_finite": "rollback", "monitor__rollback_min_steps": 1}
     fault = [{"kind": "nan_evaluation", "on_rank": 1, "first": 10, "last": 10}]
     runs.run(arguments(tmp_path, "deepspeed", **EVALUATES | rollback), ranks=2, faults=fault).ended_with(0)
     assert [(one["type"], one["to_step"]) for one in ledger(tmp_path, "rollback")] == [("non_finite_evaluation", 5)]

@@ -60,7 +60,7 @@ def test_a_finished_run_may_be_resumed_again(runs: ForkedRuns, run_folder: Path)
     assert sorted(path.name for path in averaged.parent.iterdir()) == ["averaged", "final"]
     assert_refused(runs.run(arguments(run_folder)), 3, "--resume auto")
     result = runs.run(arguments(run_folder, "--resume", "auto")).ended_with(0)
-    assert f"nothing is left to do after step {STEPS}. To train on, raise training.num_train_steps" in result.output
+    assert f"nothing is left to train after step {STEPS}. To train on, raise training.num_train_steps" in result.output
     assert status(run_folder)["state"] == "completed"
     assert losses(run_folder) == before
 

@@ -224,3 +224,4 @@ def test_a_signal_stops_ranks_that_have_lost_their_launcher(tmp_path: Path) -> N
     script.terminate()
     _, said = script.communicate(timeout=30)
     assert (script.returncode, "stopped as asked" in said) == (75, True), said
+    assert not (tmp_path / "stop").exists()  # which would end the next start
