@@ -47,6 +47,7 @@ def as_before() -> Iterator[None]:
         ("ftp://user:pass@host/x", True),
         ("https://token@host/x", True),
         ("https://host/x?X-Amz-Signature=ab", True),
+        ("https://host/x#sig=ab", True),
     ],
 )
 def test_an_address_is_refused_for_its_secrets_alone(address: str, holds: bool) -> None:

@@ -37,7 +37,7 @@ SECRET = (
 _URL_USER = re.compile(
     r"(?i)(?<=://)(?:[^@\s/]*:(?!\d*/)(?:(?!://)[^\s\"'])*|(?<=http://)[^@\s/]+|(?<=https://)[^@\s/]+)(?=@)"
 )
-_URL_SECRET = rf"([?&;][\w.%-]*(?:{SECRET})[\w.%-]*=)[^&#;\s\"']+"
+_URL_SECRET = rf"([?&;#][\w.%-]*(?:{SECRET})[\w.%-]*=)[^&#;\s\"']+"
 _URL_QUERY = re.compile(rf"(?i)(://[^\s?\"']*\?)[^\s\"'/=]*=[^\s\"']*|{_URL_SECRET}")
 # What a terminal obeys, or shows as other text: escape sequences, other controls than line ends and tabs, marks of the
 # direction of writing. Half of a surrogate pair, as in a name that is not UTF-8, could not be printed.

@@ -264,6 +264,8 @@ def verify_checkpoints(path: Path) -> Iterator[Checkpoint]:
     """Yield every whole checkpoint at `path` (one, or those of a run or folder) by step, after hashing all its files.
     Raises CheckpointError at the end for damaged ones, naming a file of each, and at once without a checkpoint."""
     path = path.expanduser().resolve()
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist: give a run's folder, or one of its checkpoints.")
     damage = []
     found = {} if os.path.lexists(path / MANIFEST) else committed_steps(path / "checkpoints") or committed_steps(path)
     # A path that is neither a run nor a folder of checkpoints should be a checkpoint: its manifest has the problem.

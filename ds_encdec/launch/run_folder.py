@@ -183,7 +183,7 @@ class RunFolder:
         that has ended is a message, and no error. Raises ConfigError if no run is in the folder."""
         status = self.read_status()
         if not status:
-            raise ConfigError(f"{self.root} is not a run's folder: it has no run.json")
+            raise ConfigError(f"{self.root} is not a run's folder: it has no run.json that a run has written")
         has_ended = f"the run has ended: {status['state']}, exit code {status.get('exit_code')}"
         if not self._may_start_by_itself(status):
             return f"{self.root}: nothing to stop, {has_ended}"
@@ -193,6 +193,11 @@ class RunFolder:
             raise ConfigError(f"{self.stop_file} cannot be written ({error.strerror})") from error
         if status["state"] != "running":
             return f"{self.root}: {has_ended}; if it is started again, that start ends at once"
+        with suppress(OSError, ConfigError), open(self.root / ".lock", "a+") as lock:
+            if lock_file(lock):
+                return (
+                    f"{self.root}: no process seen from here runs it; if it is started again, that start ends at once"
+                )
         return f"{self.root}: the run saves after its step, and ends with exit code 75"
 
     @staticmethod

@@ -140,23 +140,22 @@ def test_an_earlier_end_of_the_run_does_not_complete_a_later_one(runs: ForkedRun
     final, command = tmp_path / "checkpoints" / "final", arguments(tmp_path, "fsdp", **EVALUATES)
     runs.run(arguments(tmp_path, "fsdp", **EVALUATES | {"training__num_train_steps": 5}), ranks=2).ended_with(0)
     fault = {"kind": "nan_evaluation", "on_rank": 1, "last": 100}
-    for first in (10, 0):
+    for first in (5, 0):  # steps that the start has read
         runs.run([*command, "--resume", "auto"], ranks=2, faults=[fault | {"first": first}]).ended_with(7)
         assert final.resolve().name == "step-00000005"
     runs.run([*command, "--resume", "auto"], ranks=2).ended_with(0)
     assert final.resolve().name == "step-00000010"
 
 
-def test_a_rollback_behind_a_lowered_number_of_steps_completes_no_run(runs: ForkedRuns, tmp_path: Path) -> None:
-    """It ends at a state that has no evaluation yet."""
-    runs.run(arguments(tmp_path, "fsdp", **EVALUATES), ranks=2, faults=[{"kind": "asked_to_stop", "at": 8}])
+def test_a_rollback_that_ends_behind_the_last_step_is_evaluated_too(runs: ForkedRuns, tmp_path: Path) -> None:
+    often = EVALUATES | {"training__save_steps": 2}
+    runs.run(arguments(tmp_path, "fsdp", **often), ranks=2, faults=[{"kind": "asked_to_stop", "at": 8}])
     changes = {"training__num_train_steps": 4, "monitor__on_non_finite": "rollback", "monitor__rollback_min_steps": 1}
-    command = arguments(tmp_path, "fsdp", "--resume", "auto", **EVALUATES | changes)
-    fault = {"kind": "nan_evaluation", "on_rank": 1, "first": 0, "last": 0}
-    runs.run(command, ranks=2, faults=[fault]).ended_with(7)
-    ended_without_a_model(tmp_path, [5])
-    runs.run(command, ranks=2).ended_with(0)
-    assert (tmp_path / "checkpoints" / "final").resolve().name == "step-00000005"
+    command = arguments(tmp_path, "fsdp", "--resume", "auto", **often | changes)
+    fault = {"kind": "nan_evaluation", "on_rank": 1, "first": 0, "last": 0}  # until a step is trained
+    runs.run(command, ranks=2, faults=[fault]).ended_with(0)
+    assert [alert["step"] for alert in alerts(tmp_path, "non_finite_evaluation")] == [8, 6, 4]
+    assert (tmp_path / "checkpoints" / "final").resolve().name == "step-00000004"
 
 
 @pytest.mark.parametrize(("answer", "code"), [("skip_step", 75), ("stop", 7)])
