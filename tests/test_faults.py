@@ -32,12 +32,19 @@ import matrix
 from bench import Result, Row
 
 def hang(bench):
-    started = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    Path(sys.argv[1], "pid").write_text(str(started.pid))
+    start("hung", start_new_session=True)
     time.sleep(1000)
 
+def die(bench):
+    start("orphan")
+    os._exit(3)
+
+def start(name, **options):
+    started = subprocess.Popen(["sleep", "1000"], **options)
+    Path(sys.argv[1], name).write_text(str(started.pid))
+
 matrix.PAGE = Path(sys.argv[1], "faults.md")
-rows = {"killed-rank": Row("", hang, minutes=0.02), "signals": Row("", lambda bench: os._exit(3))}
+rows = {"killed-rank": Row("", hang, minutes=0.02), "signals": Row("", die)}
 matrix.ROWS.update(rows, hub=Row("", lambda bench: Result(7)))
 sys.exit(matrix.main(["--write", "--row", "killed-rank", "signals", "hub"]))
 """
@@ -66,5 +73,6 @@ def test_a_row_that_hangs_or_dies_stops_no_other_and_all_are_written(tmp_path: P
         "hub": r"7 \| \| held",
     }.items():
         assert re.search(rf"^\| {row} \| [^|]+ \| {verdict} \|", text, re.MULTILINE), text
-    with suppress(psutil.NoSuchProcess):
-        assert psutil.Process(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
+    for name in ("hung", "orphan"):
+        with suppress(psutil.NoSuchProcess):
+            assert psutil.Process(int((tmp_path / name).read_text())).status() == psutil.STATUS_ZOMBIE

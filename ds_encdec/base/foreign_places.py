@@ -184,6 +184,7 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (  # owners and names are separat
     ("torch.utils.tensorboard.writer:SummaryWriter", "call", "monitor/sinks.py", "_get_file_writer"),
     # transformers, peft, datasets.
     ("transformers.initialization", "call", "engine/sharded_engine.py", "no_init_weights"),
+    ("transformers.modeling_utils", "call", "engine/sharded_engine.py", "local_torch_dtype"),
     ("transformers:PreTrainedModel", "override", _MODELING, "_skip_keys_device_placement _tied_weights_keys"),
     ("transformers:PreTrainedModel", "override", "model/encoder.py", "_input_embed_layer _no_split_modules"),
     ("transformers:PreTrainedModel", "override", "model/encoder.py", "_supports_sdpa"),

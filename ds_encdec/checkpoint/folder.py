@@ -224,8 +224,6 @@ class CheckpointJson(dict[str, Any]):
             content = read_json(path, None)
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
-        if not isinstance(content, dict):
-            raise DamagedCheckpointError(f"{path} holds no mapping, so ds_encdec did not write it.")
         super().__init__(content)
 
     def __missing__(self, key: str) -> Any:

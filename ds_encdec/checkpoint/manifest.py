@@ -89,8 +89,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST
     try:
         content = read_json(path)
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a value of type {type(content).__name__}")
         if (version := content.get("format_version")) != FORMAT_VERSION:
             raise ValueError(f"its format version is {version!r:.40}; this version of ds_encdec reads {FORMAT_VERSION}")
         if content.pop("sha256", None) != _content_hash(content):

@@ -13,6 +13,7 @@ from ds_encdec.monitor.token_digests import StepDigest, read_digests
 from ds_encdec.report.read_run import require_run
 
 _METRICS = ("train/loss", "train/grad_norm", "train/learning_rate")
+_NO_TOKENS = " No tokens were compared: neither ledger has digests that this version reads."
 
 
 def compared(one: Path, other: Path) -> Iterator[str]:
@@ -39,7 +40,8 @@ def compared(one: Path, other: Path) -> Iterator[str]:
     yield from found
     if found or not (steps or intervals):
         raise GateError("the runs are not equal" if found else "the runs have written nothing that could be compared")
-    yield f"Equal: the tokens of {count(steps, 'data step')}, and {count(intervals, 'line')} of metrics."
+    of_tokens = f"the tokens of {count(steps, 'data step')}, and " if steps else ""
+    yield f"Equal: {of_tokens}{count(intervals, 'line')} of metrics.{'' if steps else _NO_TOKENS}"
 
 
 def _read(path: Path) -> tuple[dict[int, StepDigest], dict[int, dict[str, Any]]]:

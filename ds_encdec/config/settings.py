@@ -119,8 +119,7 @@ class Conflict:
 
 
 def conflicts_in(section: str) -> Callable[[str, str], Conflict]:
-    """Return a function that makes a conflict of names of fields (those without a dot are of `section`) and a
-    message."""
+    """Return a function that makes a conflict of fields' names (those without a dot are of `section`) and a message."""
     return lambda names, message: Conflict(
         tuple(name if "." in name else f"{section}.{name}" for name in names.split()), message
     )

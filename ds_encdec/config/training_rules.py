@@ -100,7 +100,8 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
     if schedule not in ENDLESS_SCHEDULES and warmup >= steps:
         yield conflict(
             ends,
-            f"the warm-up must end before the run: set warmup_steps={max(1, steps // 10)}, or WarmupLR or constant",
+            f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it, or "
+            "lr_scheduler_type=WarmupLR or constant, which have no end",
         )
     if schedule == "wsd" and warmup < steps < warmup + decay_steps:
         yield conflict(f"{ends} wsd_decay_fraction", f"warm-up and decay ({decay_steps} steps) do not fit into the run")
@@ -135,7 +136,7 @@ def _optimization(config: Sections) -> Iterator[Conflict]:
             "these are parts of the cross-entropy: set them to 0, and compute them in your own loss",
         )
     if own_loss and training.fp16:
-        yield conflict("loss fp16", "float16 needs a loss of known gradients: set bf16=true, or loss=cross_entropy")
+        yield conflict("loss fp16", "float16 needs gradients of a known size: set bf16=true, or loss=cross_entropy")
     if training.bf16 and training.fp16:
         yield conflict("bf16 fp16", "at most one may be true; both false is float32")
     if training.attention_dropout and training.activation_checkpointing == "selective":
@@ -217,7 +218,9 @@ def _saving(config: Sections) -> Iterator[Conflict]:
     if training.average_checkpoints == 1:
         yield conflict("average_checkpoints", "averaging needs 2 or more; 0 turns it off")
     if training.load_best_model_at_end and not training.export_at_end:
-        yield conflict("load_best_model_at_end export_at_end", "it exports the best model: set export_at_end=true")
+        yield conflict(
+            "load_best_model_at_end export_at_end", "the best model is exported at the end: set export_at_end=true"
+        )
     if rolling and training.save_strategy == "best":
         yield conflict(f"save_strategy {rolling}", "rollback needs regular saves: set steps, and save_on_best=true")
     if rolling and oldest < monitor.rollback_min_steps:

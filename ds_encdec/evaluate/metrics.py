@@ -86,6 +86,10 @@ def rouge_scorer() -> Any:
     return RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
 
+def _exact_match(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    return {"exact_match": 100 * fmean(map(same_words, predictions, references))}
+
+
 def _rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     scores = list(map(rouge_scorer().score, references, predictions))
     return {name: 100 * fmean(score[name].fmeasure for score in scores) for name in ROUGE_TYPES}
@@ -119,9 +123,7 @@ def _bertscore(predictions: Sequence[str], references: Sequence[str], *, bertsco
 
 # The function of each row of `TEXT_METRICS`, with the defaults of its library.
 _FUNCTIONS: dict[str, Callable[..., dict[str, float]]] = {
-    "exact_match": lambda predictions, references: {
-        "exact_match": 100 * fmean(map(same_words, predictions, references))
-    },
+    "exact_match": _exact_match,
     "rouge": _rouge,  # mean F1 of common words, pairs of words, and the longest common sequence of words
     # chrF2, the F-score of character n-grams up to 6, which needs no division into words.
     "chrf": partial(_of_corpus, "chrf"),

@@ -60,7 +60,7 @@ def keep_standby(script: str, has_stepped: Callable[[], bool]) -> None:
         while not has_stepped():
             time.sleep(_POLL_SECONDS)
         if not (above := launchers_above(process_of_launcher())):
-            return  # torchrun is gone, and this rank's parent ends no sooner than the machine
+            return  # torchrun is gone, or unknown; whatever the parent is, it may end no sooner than the machine
         modules = [name for name in list(sys.modules) if name.partition(".")[0] in _PACKAGES]
         order = json.dumps({"torchrun": above[0].pid, "address": _address(above[0]), "modules": modules})
         environment = {name: value for name, value in os.environ.items() if name != SHELL} | {_STANDS_BY: order}

@@ -161,7 +161,8 @@ LAUNCHERS = (
         marker="SLURM_STEP_NUM_TASKS",
         own={
             **_of_tasks("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
-            **{"node_rank": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES"},
+            "node_rank": "SLURM_NODEID",
+            "num_nodes": "SLURM_STEP_NUM_NODES",
         },
         task_programs=("srun",),
         readers={

@@ -52,7 +52,7 @@ def choose_trained(model: nn.Module, config: Sections) -> None:
 
 def peft_fields(lora: LoraConfig) -> dict[str, Any]:
     """Return these adapters' fields of peft's configuration."""
-    return lora.model_dump(mode="json", exclude={"quantize"})
+    return lora.model_dump(mode="json", include={"r", "lora_alpha", "lora_dropout", "target_modules"})
 
 
 def with_new_adapters(base: WeightSource, lora: LoraConfig, sizes: ModelSizes, seed: int) -> WeightSource:

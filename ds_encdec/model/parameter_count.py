@@ -167,7 +167,7 @@ def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
     frozen = frozenset(name for matching in matches.values() for name in matching)
     if frozen and len(frozen) == len(names):
         raise ConfigError(
-            f"training.freeze: {', '.join(map(repr, matches))} match all {len(names)} parameters: leave some"
+            f"training.freeze: {', '.join(map(repr, matches))} match all {len(names)} parameters: leave some to train"
         )
     return frozen
 

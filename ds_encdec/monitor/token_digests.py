@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from ds_encdec.base.types import Batch
 
-MOST_LANES = (
-    2**16
-)  # among which the one that differs is looked for; where several do, 1 in 2^16 cases names a wrong one
+# Among which the one that differs is looked for; where several do, 1 in 2^16 cases names a wrong one.
+MOST_LANES = 2**16
 
 
 def digest_sums(micro_batches: Iterable[Batch]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import argparse
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -36,8 +37,8 @@ NOT_RUN = " | | not run | |"
 
 
 class Worker:
-    """Runs rows in a process that keeps a Bench. If a row fails or takes too long, the process is killed with all that
-    it started, and the next row gets a new one."""
+    """Runs rows in a process that keeps a Bench. If a row fails, takes too long or ends the process, `close` kills what
+    is left, and the next row gets a new one."""
 
     def __init__(self, folder: Path, *, few: bool) -> None:
         self._folder, self._few = folder, few
@@ -59,17 +60,20 @@ class Worker:
         return result
 
     def close(self) -> None:
-        """Kill the process, and all that it started."""
+        """Kill the process and all that it started. If it has died, what made a session of its own is not found."""
         if self._process:
             process = psutil.Process(self._process.pid)  # until it is joined there is one, if dead
             for one in [*process.children(recursive=True), process]:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
+            with suppress(ProcessLookupError):  # it was killed before it made its session
+                os.killpg(process.pid, signal.SIGKILL)
             self._process.join()
         self._process = None
 
 
 def _serve(pipe: Connection, folder: Path, few: bool) -> None:
+    os.setsid()  # its number is its children's group, also when they have lost it
     bench = Bench(folder, few=few)
     while True:
         name = pipe.recv()

@@ -12,10 +12,8 @@ LONGER = {"training__save_total_limit": 10, "training__num_train_steps": 16}
 ROLLBACK = NARROW | LONGER | {"monitor__on_loss_spike": "rollback", "monitor__rollback_min_steps": 2} | AT_ONCE
 EXPORT = {"training__export_at_end": "true", "training__average_checkpoints": 3, "training__save_total_limit": 3}
 SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
-SAVE, COMMIT = (
-    "ds_encdec.checkpoint.manager:CheckpointManager.save",
-    "ds_encdec.checkpoint.folder:CheckpointFolder.commit",
-)
+SAVE = "ds_encdec.checkpoint.manager:CheckpointManager.save"
+COMMIT = "ds_encdec.checkpoint.folder:CheckpointFolder.commit"
 
 
 def met(kind: str, **values: Any) -> Faults:

@@ -68,7 +68,7 @@ def listed_fifo(manifest: Path) -> None:
 
 NO_TEXT = [{"path": ["a"], "num_bytes": 1, "sha256": ""}]
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "text": (text(b'"abc"'), "it holds a value of type str"),
+    "text": (text(b'"abc"'), "it holds no JSON object"),
     "nested": (text(b'{"step": ' + b"[" * 100_000), "nested more than 100 deep"),
     "large": (lambda manifest: os.truncate(manifest, MAX_RECORD_BYTES + 1), "larger than 32 MB"),
     "fifo": (instead(os.mkfifo), "a FIFO"),
@@ -124,7 +124,7 @@ def reseal(checkpoint: Path, name: str, content: str) -> None:
     [
         ("trainer.json", "{}", "has no 'state'"),
         ("trainer.json", '{"state": {"steps": 5}}', "`state` was not written"),
-        ("trainer.json", "[]", "holds no mapping"),
+        ("trainer.json", "[]", "holds no JSON object"),
         ("engine.json", '{"groups": [1]}', "no readable record of an engine"),
     ],
 )

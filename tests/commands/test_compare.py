@@ -44,6 +44,16 @@ def test_it_names_each_first_difference_and_what_one_run_has_alone(
     assert "error: the runs are not equal" in said.err
 
 
+def test_it_says_that_no_tokens_were_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older = {name: value for name, value in ENTRY.items() if name != "ranks"}
+    older |= {"steps": "000000aa 000000bb", "lanes": "00aa 00bb"}
+    runs = [folder(tmp_path / name, ledger=ledger) for name, ledger in (("1", ()), ("2", (older,)))]
+    assert cli.main(["compare", *runs]) == 0
+    assert capsys.readouterr().out == (
+        "Equal: 2 lines of metrics. No tokens were compared: neither ledger has digests that this version reads.\n"
+    )
+
+
 def test_damaged_lines_are_warnings_and_folders_of_no_run_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,7 +172,8 @@ class PairMaker(ExampleMaker):
                     f"the output has {length}, EOS included, above data.max_decoder_length={longest_target}"
                 )
             if problems and self.data.on_long_row == "stop":
-                raise DataError(f"{document}: {'; '.join(problems)}. Raise it or set data.on_long_row=skip or truncate")
+                fix = "Raise that, or set data.on_long_row=skip or truncate"
+                raise DataError(f"{document}: {'; '.join(problems)}. {fix}")
             is_kept = not problems or self.data.on_long_row == "truncate"
             example = Example(source[:longest], target[:longest_target], _TASK, document) if is_kept else None
             yield Made(number, example, number + 1 == len(ids), bool(problems))

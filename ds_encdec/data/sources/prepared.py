@@ -45,6 +45,7 @@ SHARD_TOKENS, SHARD_ROWS = 1 << 24, 1 << 20  # tokens (64 MiB of them) and rows 
 PART_ROWS, MOST_PARTS = 1000, 512  # the fewest rows of a map in a part, and the most parts of a source
 _FORMAT = 4  # of the folder, and of the rules that make ids of rows: raised when either changes
 _LINE_SECONDS = 10.0
+_PREPARE = "run `ds-encdec prepare` with this configuration"
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +74,11 @@ class PreparedSource:
         self._folder = prepared_folder(data) / name
         index = _read_index(self._folder)
         if index is None or index["shards"] is None:
-            raise DataError(f"data.prepared_dir: {self._folder} is not finished: run `ds-encdec prepare` again")
+            raise DataError(f"data.prepared_dir: {self._folder} is not finished: {_PREPARE}")
         _require_made_from(self._folder, index["made_from"], made_from(data, entry, maker, seed))
         self._shards = [Shard(**facts) for facts in index["shards"]]
         if damaged := [self._folder / shard.file for shard in self._shards if not _is_whole(self._folder, shard)]:
-            raise DataError(f"data.prepared_dir: {damaged[0]} is missing or damaged: run `ds-encdec prepare` again")
+            raise DataError(f"data.prepared_dir: {damaged[0]} is missing or damaged: {_PREPARE}")
         self._first = [0, *accumulate(shard.rows for shard in self._shards)]
         self._makes_pairs = OBJECTIVES[data.objective].takes_records
         self._batches: dict[int, Any] = {}
