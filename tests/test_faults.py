@@ -40,7 +40,7 @@ def die(bench):
     os._exit(3)
 
 def start(name, **options):
-    started = subprocess.Popen(["sleep", "1000"], **options)
+    started = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)
     Path(sys.argv[1], name).write_text(str(started.pid))
 
 matrix.PAGE = Path(sys.argv[1], "faults.md")
