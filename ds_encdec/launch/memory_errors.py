@@ -31,7 +31,7 @@ _DRIVER_MESSAGES = (
     "Cuda failure 'out of memory'",  # older ones
     "HIP failure: 'out of memory'",  # RCCL
 )
-# A device with so many bytes free has not refused the driver (for contexts, kernels, NCCL's buffers): the host has.
+# Bytes. A device with more than this free has not refused the driver (contexts, kernels, NCCL's buffers): the host has.
 _DRIVER_SHORTAGE = 2**30
 
 

@@ -161,7 +161,7 @@ class Disturbed:
 class Kills:
     """Both ranks are killed, one shortly after the other, at random moments between call `number` of `begins` and the
     return of `ends` (as `module:name`; nothing: the process's start), under each engine and each of `settings` in
-    turn, until so many `times` the kill came before the end. `rest`: what else is as in a Disturbed."""
+    turn, until the kill came before the end `times` times. `rest`: what else is as in a Disturbed."""
 
     times: int
     begins: str
