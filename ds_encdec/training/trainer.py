@@ -169,11 +169,13 @@ def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = 
 
 
 def _preempted(run: Trainer, stopped_by: str) -> Preempted:
-    nothing = "no step was taken, so there was nothing to save"
-    what = "state saved; go on with --resume auto" if run.has_stepped else nothing
     if run.saved_data_step != run.state.data_step:
         newest = run.checkpoints.newest_step or 0
         what = f"its state is not finite, and not saved: --resume auto goes on from step {newest}"
+    elif run.has_stepped:
+        what = "state saved; go on with --resume auto"
+    else:
+        what = "no step was taken, so there was nothing to save"
     return Preempted(f"stopped at step {run.state.global_step} by {stopped_by}; {what}")
 
 
