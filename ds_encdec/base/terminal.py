@@ -250,8 +250,8 @@ def interrupts_in_a_line(kept: str = "") -> Iterator[None]:
             raise
         first = signal.Signals((*came, signal.SIGINT)[0])
         if kept:
-            raise Preempted(f"stopped by {first.name}: {kept} are kept, and the same command continues") from None
-        ended = Interrupted(f"stopped by {first.name} before it was done; unfinished files are removed")
+            raise Preempted(f"stopped by {first.name}: any {kept} are kept, and the same command continues") from None
+        ended = Interrupted(f"stopped by {first.name} before it was done; no file is left half-written")
         ended.exit_code = 128 + int(first)
         raise ended from None
     finally:

@@ -42,8 +42,8 @@ def _without_secrets(value: Any) -> Any:
         if has_url_secret(text):
             raise ValueError(
                 f"{without_url_secrets(text)} holds a password or key, and a configuration is saved, logged and "
-                "copied. Take it out of the address, and set a variable of the environment: FSSPEC_FTP_PASSWORD, "
-                "FSSPEC_S3_SECRET, HF_TOKEN (docs/checkpoints.md)"
+                "copied. Take it out of the address, and give it in the environment as FSSPEC_PROTOCOL_ARGUMENT, such "
+                "as FSSPEC_FTP_PASSWORD (docs/checkpoints.md)"
             )
     return value
 

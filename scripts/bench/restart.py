@@ -8,7 +8,6 @@ the time is from there to the first line of the next start. Kills with standbys 
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -72,8 +70,8 @@ class Run:
 
     def kill_and_wait(self, *, stands_by: bool) -> float:
         """Kill the second rank while every rank has a standby, or none has, and return the seconds to the next step."""
-        self._await(lambda: self._steps() >= 25 and self._waiting() == 2)
-        standbys = [one for one in psutil.process_iter() if self._is_standby(one)]
+        self._await(lambda: self._steps() >= 25 and len(self._standbys()) == 2)
+        standbys = self._standbys()
         self.standby_bytes = max(process.memory_info().rss for process in standbys)
         for process in () if stands_by else standbys:
             process.kill()
@@ -85,20 +83,18 @@ class Run:
         self._await(lambda: self._steps() > lines)
         return time.monotonic() - began
 
-    def _is_standby(self, process: psutil.Process) -> bool:
-        with suppress(psutil.Error):
-            variables = process.environ()
-            return variables.get("DS_ENCDEC_STANDS_BY") == "1" and variables.get("TMPDIR") == str(self._folder)
-        return False
-
-    def _waiting(self) -> int:
-        return Path("/proc/net/unix").read_text().count(f"@ds_encdec-standby-{self.torchrun.pid}-")
+    def _standbys(self) -> list[psutil.Process]:
+        """Return the processes that listen at an address of this torchrun's standbys: no ranks that were standbys."""
+        rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        name = f"@ds_encdec-standby-{self.torchrun.pid}-"
+        listening = {f"socket:[{row[6]}]" for row in rows if row[3] == "00010000" and row[-1].startswith(name)}
+        return [one for one in psutil.process_iter() if listening and listening & _open_files(one.pid)]
 
     def _starts(self) -> int:
-        return sum(line["kind"] == "start" for line in _lines(self._run / "ledger.jsonl"))
+        return _count(b'"kind": "start"', self._run / "ledger.jsonl")
 
     def _steps(self) -> int:
-        return len(_lines(self._run / "metrics.jsonl"))
+        return _count(b"\n", self._run / "metrics.jsonl")
 
     def _await(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 600
@@ -109,9 +105,15 @@ class Run:
             time.sleep(0.02)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
+def _open_files(pid: int) -> set[str]:
+    names = set()
+    with suppress(OSError):  # the process has ended, or closes a file
+        names = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+    return names
+
+
+def _count(part: bytes, path: Path) -> int:
+    return path.read_bytes().count(part) if path.exists() else 0
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_an_interrupted_verb_ends_in_a_line_and_leaves_nothing(
     if verb.code == 75:
         assert "are kept, and the same command continues" in last
     else:
-        assert last == f"error: stopped by {verb.number} before it was done; unfinished files are removed"
+        assert last == f"error: stopped by {verb.number} before it was done; no file is left half-written"
     assert not [*tmp_path.rglob("*.tmp"), *run.rglob("*.tmp")]
     assert verb.code == 75 or not [path for path in tmp_path.rglob("*") if path.is_file()]
 
