@@ -5,10 +5,10 @@
 #   scripts/supervise.sh output deepspeed --hostfile hostfiles/8gpu ds_encdec/train.py --resume auto
 #
 # RUN is infra.output_dir. Its run.json decides, since launchers make 1, or even 0, of what their ranks say. Again after 75
-# (preempted), 143 (a SIGTERM before there was a run), 8 (hung), 9 (a rank was lost) and an end without a word; not after
-# mistakes (2, 4, 5, 7, 10 ...), ranks that differ (11, since the host must be left out), `ds-encdec stop`, or a signal
-# to this script, which hands it on; nor after two starts in a row that ended with 0 or 1 before there was a run. Ranks
-# that outlive their launcher are waited for.
+# (preempted), 143 and 137 (SIGTERM or SIGKILL before there was a run), 8 (hung), 9 (a rank was lost) and an end without a
+# word; not after mistakes (2, 4, 5, 7, 10 ...), ranks that differ (11, since the host must be left out),
+# `ds-encdec stop`, or a signal to this script, which hands it on; nor after two starts in a row that ended with 0 or 1
+# before there was a run. Ranks that outlive their launcher are waited for.
 #
 # SUPERVISE_RESTARTS (10): most starts in a row without a new checkpoint. SUPERVISE_SECONDS (10): the wait before the
 # second of them, doubled each time up to ten minutes.
@@ -57,7 +57,7 @@ while :; do
         # where it was killed, with 1 after a lost host, but after a mistake as well, which the second start makes again.
         [ "$code" -gt 1 ] || silent=$((silent + 1))
         case "$code:${ending:-}" in
-            [01]:75 | [01]:8 | [01]:9 | 255:75 | 255:8 | 255:9 | 137:9 | 143:9) ;;
+            [01]:75 | [01]:8 | [01]:9 | 255:75 | 255:8 | 255:9) ;;
             0:*) [ "$state" = completed ] || ending=9 ;;
             *) ending=$code state=unknown why='' ;;
         esac
@@ -67,7 +67,7 @@ while :; do
     if [ "$state" = completed ]; then say "completed"; exit 0; fi
     if [ -n "$signalled" ] || [ "${why:-}" = stopped ]; then say "stopped as asked, code $ending"; exit "$ending"; fi
     case "$ending" in
-        75 | 8 | 9 | 143) ;;
+        75 | 8 | 9 | 137 | 143) ;;
         *) say "ended with code $ending, which a second start would not mend"; exit "$ending" ;;
     esac
     if [ "$silent" -gt 1 ]; then

@@ -183,6 +183,8 @@ def ended(state: str, code: int | None, **more: Any) -> dict[str, Any]:
         (0, [ended("preempted", 75, reason="stopped at step 3 by ds-encdec stop; saved")], 1, 75),
         (2, [None], 1, 2),  # no run was made
         (143, [ended("preempted", 75), None, ended("completed", 0)], 3, 0),  # SIGTERM before there was a run
+        (137, [ended("preempted", 75), None, ended("completed", 0)], 3, 0),  # SIGKILL then
+        (137, [None], 3, 137),
         (1, [ended("failed", 9), None, ended("completed", 0)], 3, 0),  # a host that was not back yet
         (1, [ended("preempted", 75), None, None], 3, 1),  # a mistake more likely, found before there is a run
         (0, [None, None], 2, 9),  # pdsh was killed before there was a run
