@@ -126,6 +126,7 @@ def serve() -> None:
     from ds_encdec.training import build  # noqa: F401
 
     builtin_documents()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would the runs
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), flush=True)
 
