@@ -7,7 +7,10 @@ CPUs with instructions for bfloat16, which round each product's result to 16 bit
 
 Training may optimise more than the reported token losses: label smoothing, (1 - share) * -log p(target) + share *
 mean(-log p); z-loss, its coefficient times the square of the logarithm of the softmax's normaliser (PaLM, arXiv
-2204.02311, section 5); or a user's own loss."""
+2204.02311, section 5); or a user's own loss.
+
+Objectives that are no sum over tokens need a gradient for each token (`token_cross_entropy`): its backward pass makes
+each chunk's logits again, one more product, instead of keeping any."""
 
 import math
 from collections.abc import Callable
@@ -64,9 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         extra_losses = torch.empty_like(token_losses) if extras or own_loss else None
-        # A scaled gradient's product with the weight does not fit in float16.
-        fits = not in_float16 or _gives_float32(weight)
-        matmul_weight = weight.to(product_dtype(weight) if fits else torch.float32)
+        matmul_weight = _multiplied(weight)
         gradients_in = matmul_weight.dtype if wants_hidden or wants_weight else None
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
@@ -80,13 +81,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 extras,
                 own_loss,
             )
-            if hidden_grad is not None and logit_grads is not None:
-                if hidden_grad.dtype == logit_grads.dtype:
-                    torch.mm(logit_grads, matmul_weight, out=hidden_grad[chunk])
-                else:
-                    hidden_grad[chunk].copy_(_matmul(logit_grads, matmul_weight))
-            if weight_grad is not None and logit_grads is not None:
-                _add_product(weight_grad, logit_grads.T, states)
+            if logit_grads is not None:
+                _add_gradients(logit_grads, states, matmul_weight, hidden_grad, weight_grad, chunk)
             del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would exist
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.hidden_dtype, ctx.weight_dtype, ctx.scale = hidden.dtype, weight.dtype, scale
@@ -101,6 +97,92 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad = grad / ctx.scale
         gradients = zip(ctx.saved_tensors, (ctx.hidden_dtype, ctx.weight_dtype), strict=True)
         return *(one if one is None else one.mul_(grad).to(dtype) for one, dtype in gradients), *[None] * 5
+
+
+def token_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+    """Return the token losses of `linear_cross_entropy`, float32 [T], with gradient to hidden and weight. The backward
+    pass is free where no token of a chunk has a gradient."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _TokenCrossEntropy.apply(hidden.to(weight.dtype), weight, labels, chunk_tokens)
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+        token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        matmul_weight = _multiplied(weight)
+        for start in range(0, len(labels), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = _matmul(hidden[chunk].to(matmul_weight.dtype), matmul_weight.T).float()
+            losses_and_gradients(Rows(logits, labels[chunk], token_losses[chunk], None), None, 1.0, Extras())
+            del logits
+        # Under ZeRO-3 the weight is empty until the head's backward pass, before which it is gathered again.
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.chunk_tokens = chunk_tokens
+        return token_losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        grad = grad.masked_fill(labels == IGNORE_INDEX, 0.0)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        in_float16 = hidden.dtype == torch.float16
+        # In float16 gradients of logits are scaled to fit, whatever the loss scale and the tokens' gradients are.
+        scale = 2.0**15 / grad.abs().max().clamp(min=torch.finfo(torch.float32).tiny) if in_float16 else None
+        factors = grad if scale is None else grad * scale
+        hidden_grad = torch.zeros_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        matmul_weight = _multiplied(weight)
+        ignored_losses = torch.empty_like(grad)
+        chunks = grad.split(ctx.chunk_tokens)
+        for number, has_gradient in enumerate(torch.stack([one.count_nonzero() for one in chunks]).tolist()):
+            if not has_gradient:
+                continue
+            chunk = slice(number * ctx.chunk_tokens, (number + 1) * ctx.chunk_tokens)
+            states = hidden[chunk].to(matmul_weight.dtype)
+            logit_grads = _logit_gradients(
+                Rows(_matmul(states, matmul_weight.T).float(), labels[chunk], ignored_losses[chunk], None),
+                factors[chunk],
+                matmul_weight.dtype,
+            )
+            _add_gradients(logit_grads, states, matmul_weight, hidden_grad, weight_grad, chunk)
+            del logit_grads
+        gradients = zip((hidden_grad, weight_grad), (hidden.dtype, weight.dtype), strict=True)
+        scaled = ((one if one is None or scale is None else one.div_(scale), dtype) for one, dtype in gradients)
+        return *(one if one is None else one.to(dtype) for one, dtype in scaled), None, None
+
+
+def _logit_gradients(rows: Rows, factors: Tensor, gradients_in: torch.dtype) -> Tensor:
+    """Return the gradients of the losses of `rows`, each times its factor, rounded once."""
+    gradients = losses_and_gradients(rows, torch.float32, 1.0, Extras())
+    assert gradients is not None
+    out = gradients if gradients_in == torch.float32 else torch.empty_like(gradients, dtype=gradients_in)
+    return torch.mul(gradients, factors[:, None], out=out)
+
+
+def _multiplied(weight: Tensor) -> Tensor:
+    """Return the head's weight in the dtype of its products; a scaled gradient's does not fit in float16."""
+    fits = weight.dtype != torch.float16 or _gives_float32(weight)
+    return weight.to(product_dtype(weight) if fits else torch.float32)
+
+
+def _add_gradients(
+    logit_grads: Tensor,
+    states: Tensor,
+    matmul_weight: Tensor,
+    hidden_grad: Tensor | None,
+    weight_grad: Tensor | None,
+    chunk: slice,
+) -> None:
+    """Fill the chunk's gradients of hidden states, and add to those of the weight."""
+    if hidden_grad is not None:
+        if hidden_grad.dtype == logit_grads.dtype:
+            torch.mm(logit_grads, matmul_weight, out=hidden_grad[chunk])
+        else:
+            hidden_grad[chunk].copy_(_matmul(logit_grads, matmul_weight))
+    if weight_grad is not None:
+        _add_product(weight_grad, logit_grads.T, states)
 
 
 def _losses_and_gradients(

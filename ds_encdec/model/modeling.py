@@ -35,7 +35,7 @@ from .encoder import (
     refuse_unknown,
     rotary_tables,
 )
-from .loss import OwnLoss, linear_cross_entropy
+from .loss import OwnLoss, linear_cross_entropy, token_cross_entropy
 from .loss_kernel import IGNORE_INDEX
 from .precision import Linear
 
@@ -142,13 +142,17 @@ class LanguageModelHead(Linear):
     label_smoothing = 0.0
     z_loss = 0.0
     own_loss: OwnLoss | None = None
+    per_token = False
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, labels: Tensor | None = None, chunk_tokens: int = 0
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits [..., vocab] without labels; else the sum and token losses of `linear_cross_entropy`."""
+    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        """Return logits [..., vocab] without labels; else the sum and token losses of `linear_cross_entropy`, or with
+        `per_token` None and the token losses of `token_cross_entropy`, which have a gradient."""
         if labels is None:
             return super().forward(hidden_states)
+        if self.per_token:
+            return None, token_cross_entropy(hidden_states, self.weight, labels, chunk_tokens)
         optimised = (self.label_smoothing, self.z_loss, self.own_loss) if self.training else ()
         return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens, *optimised)
 
@@ -156,7 +160,8 @@ class LanguageModelHead(Linear):
 @dataclass
 class PackedLossOutput(ModelOutput):
     """Loss of one packed micro-batch: `loss`, float32 scalar with gradient, the *sum* of the optimised losses over
-    tokens, in nats; `token_losses`, plain cross-entropy, float32 [Td], detached, 0 where the label is -100."""
+    tokens, in nats; `token_losses`, plain cross-entropy, float32 [Td], 0 where the label is -100. They are detached,
+    unless the head is `per_token`: then they have the gradient, and `loss` is None."""
 
     loss: Tensor | None = None
     token_losses: Tensor | None = None
