@@ -81,8 +81,8 @@ set_gradient_accumulation_boundary gradient_accumulation_steps train_batch_size 
 DOCUMENTED = {*_DOCUMENTED.split()}
 """What DeepSpeed's users know its engine and its optimizers by."""
 _GIVEN = """
-__cause__ __doc__ args atexit causal complete data encode_special_tokens filters hidden_dtype pre_tokenizer propagate
-weight_dtype width
+__cause__ __doc__ args atexit causal chunk_tokens complete data encode_special_tokens filters hidden_dtype pre_tokenizer
+propagate weight_dtype width
 """
 GIVEN = {*_GIVEN.split()}
 """What objects of others are given, as their libraries document it; some are autograd's own contexts."""
