@@ -7,23 +7,40 @@ CPUs with instructions for bfloat16, which round each product's result to 16 bit
 
 Training may optimise more than the reported token losses: label smoothing, (1 - share) * -log p(target) + share *
 mean(-log p); z-loss, its coefficient times the square of the logarithm of the softmax's normaliser (PaLM, arXiv
-2204.02311, section 5); or a user's own loss.
+2204.02311, section 5); or a user's own loss. A teacher's share is the divergence from it: its logits exist beside the
+student's, for the same chunk.
 
 Objectives that are no sum over tokens need a gradient for each token (`token_cross_entropy`): its backward pass makes
 each chunk's logits again, one more product, instead of keeping any."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .loss_kernel import IGNORE_INDEX, Extras, Rows, losses_and_gradients
+from .loss_kernel import IGNORE_INDEX, Extras, Rows, Taught, losses_and_gradients
 from .precision import product_dtype, trial_problem
 
 OwnLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+class Teacher(NamedTuple):
+    """A teacher of the first R tokens, all of which have labels: its states [R, H'], its head's weight [V', H'], and
+    how many ids it knows, from the first one on; share and temperature as in `Taught`."""
+
+    states: Tensor
+    weight: Tensor
+    words: int
+    share: float
+    temperature: float
+
+    def says(self, chunk: slice, divergences: Tensor, student_words: int) -> Taught:
+        """Return what it says of a chunk of tokens, with `divergences` to be filled."""
+        logits = _matmul(self.states[chunk].to(self.weight.dtype), self.weight.T).float()
+        return Taught(logits, min(self.words, student_words), divergences[chunk], self.share, self.temperature)
 
 
 def linear_cross_entropy(
@@ -39,10 +56,27 @@ def linear_cross_entropy(
     H]; weight: [V, H], same dtype; labels: int64 [T], -100 where there is no loss. `own_loss`: float32 logits [N, V]
     and labels [N] → float32 [N], optimised instead. Returns a float32 scalar with gradient to hidden and weight, and
     float32 [T], detached, in nats, 0 where ignored."""
-    extras = Extras(label_smoothing, z_loss)
+    return _applied(hidden, weight, labels, chunk_tokens, Extras(label_smoothing, z_loss), own_loss)[:2]
+
+
+def distilled_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    teacher: Teacher,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `linear_cross_entropy` does, with the share of its teacher in the optimised losses of the first R
+    tokens, and the divergences from it, float32 [R], detached, in nats."""
+    return _applied(hidden, weight, labels, chunk_tokens, Extras(label_smoothing, z_loss), None, teacher)
+
+
+def _applied(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, *others: Any) -> Any:
     with torch.autocast(hidden.device.type, enabled=False):  # autocast would round logits to 16 bits
         return _LinearCrossEntropy.apply(
-            hidden.to(weight.dtype), weight, labels, chunk_tokens, extras, torch.is_grad_enabled(), own_loss
+            hidden.to(weight.dtype), weight, labels, chunk_tokens, torch.is_grad_enabled(), *others
         )
 
 
@@ -54,28 +88,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         chunk_tokens: int,
-        extras: Extras,
         grad_enabled: bool,
+        extras: Extras,
         own_loss: OwnLoss | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        teacher: Teacher | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wants_hidden, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
         # In float16, gradients of hidden states stay float32 until `backward` gets the loss scale, and gradients of
-        # logits, at most 1 + z-loss's derivative, are scaled to fit.
+        # logits, at most 1 + z-loss's derivative, or a teacher's temperature, are scaled to fit.
         in_float16 = hidden.dtype == torch.float16
-        scale = 2.0 ** (15 - math.ceil(math.log2(1 + 2 * extras.z_loss * 1000))) if in_float16 else 1.0
+        largest = max(1 + 2 * extras.z_loss * 1000, teacher.temperature if teacher else 0.0)
+        scale = 2.0 ** (15 - math.ceil(math.log2(largest))) if in_float16 else 1.0
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         extra_losses = torch.empty_like(token_losses) if extras or own_loss else None
+        num_taught = 0
+        if teacher is not None:
+            num_taught = len(teacher.states)
+            teacher = teacher._replace(weight=teacher.weight.to(product_dtype(teacher.weight)))
+        divergences = token_losses.new_empty(num_taught)
         matmul_weight = _multiplied(weight)
         gradients_in = matmul_weight.dtype if wants_hidden or wants_weight else None
-        for start in range(0, len(labels), chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
+        for chunk in _chunks(len(labels), chunk_tokens, num_taught):
             states = hidden[chunk].to(matmul_weight.dtype)
             extra = None if extra_losses is None else extra_losses[chunk]
             # No name refers to the logits: they are freed before the products below need memory.
             logit_grads = _losses_and_gradients(
-                Rows(_matmul(states, matmul_weight.T).float(), labels[chunk], token_losses[chunk], extra),
+                Rows(
+                    _matmul(states, matmul_weight.T).float(),
+                    labels[chunk],
+                    token_losses[chunk],
+                    extra,
+                    teacher.says(chunk, divergences, len(weight)) if teacher and chunk.start < num_taught else None,
+                ),
                 gradients_in,
                 scale,
                 extras,
@@ -86,17 +132,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would exist
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.hidden_dtype, ctx.weight_dtype, ctx.scale = hidden.dtype, weight.dtype, scale
-        ctx.mark_non_differentiable(token_losses)
-        total = token_losses.sum()
-        return total if extra_losses is None else total + extra_losses.sum(), token_losses
+        ctx.mark_non_differentiable(token_losses, divergences)
+        optimised = token_losses if extra_losses is None else token_losses + extra_losses
+        total = optimised.sum()
+        if teacher is not None:
+            of_teacher = teacher.temperature**2 * divergences - optimised[:num_taught]
+            total = total + teacher.share * of_teacher.sum()
+        return total, token_losses, divergences
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         # Scaled in place. A second backward pass over a retained graph would scale again: autograd refuses it.
         grad = grad / ctx.scale
         gradients = zip(ctx.saved_tensors, (ctx.hidden_dtype, ctx.weight_dtype), strict=True)
-        return *(one if one is None else one.mul_(grad).to(dtype) for one, dtype in gradients), *[None] * 5
+        return *(one if one is None else one.mul_(grad).to(dtype) for one, dtype in gradients), *[None] * 6
+
+
+def _chunks(tokens: int, chunk_tokens: int, num_taught: int) -> Iterator[slice]:
+    """Yield slices of at most `chunk_tokens`: first those of the `num_taught` tokens, then those of the others."""
+    for start, stop in ((0, num_taught), (num_taught, tokens)):
+        for first in range(start, stop, chunk_tokens):
+            yield slice(first, min(first + chunk_tokens, stop))
 
 
 def token_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:

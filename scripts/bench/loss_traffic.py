@@ -13,6 +13,7 @@ The tokens are the decoder's of a default micro-batch at UL2's mix (docs/memory.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from turns import report
 
 from ds_encdec.model import loss as loss_module
 from ds_encdec.model import loss_kernel
+from ds_encdec.model.loss import Teacher
 from ds_encdec.model.loss_kernel import Extras, Rows
 
 TOKENS, HIDDEN, VOCAB, CHUNK_TOKENS = 13_107, 1024, 151_936, 1024
@@ -57,7 +59,10 @@ class TrafficCounter(TorchDispatchMode):
     def add_own(self, rows: Rows, gradients: Tensor | None, *_: Any) -> None:
         """Count the loss's kernel in place of starting it."""
         self.kernels += 1
-        self.num_bytes += _bytes(rows) + (0 if gradients is None else gradients.nbytes + rows.logits.nbytes)
+        read_again = 0 if gradients is None else gradients.nbytes + rows.logits.nbytes
+        self.num_bytes += _bytes(rows) + read_again
+        if rows.taught is not None:
+            self.num_bytes += _bytes(rows.taught) + bool(read_again) * rows.taught.logits.nbytes
 
 
 def _bytes(leaves: Iterable[object]) -> int:
@@ -73,14 +78,17 @@ def counted(
     chunk_tokens: int = CHUNK_TOKENS,
     *,
     has_kernel: bool = True,
+    has_teacher: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     **extras: float,
 ) -> TrafficCounter:
-    """Count forward and backward of a loss of `tokens`, `chunk_tokens` at a time, on a GPU."""
+    """Count forward and backward of a loss of `tokens`, `chunk_tokens` at a time, on a GPU. `has_teacher`: all of them
+    have one, of the student's sizes."""
     states, weight = (
         torch.empty(rows, hidden, dtype=dtype, device="meta").requires_grad_() for rows in (tokens, vocab)
     )
     labels = torch.empty(tokens, dtype=torch.int64, device="meta")
+    teacher = Teacher(states.detach(), weight.detach(), vocab, 0.5, 2.0) if has_teacher else None
     with (
         TrafficCounter() as counter,
         patch.object(loss_module, "_gives_float32", lambda *_, **__: True),
@@ -88,7 +96,7 @@ def counted(
         patch.object(loss_kernel, "_launch", counter.add_own),
     ):
         # Without the public function's autocast, which meta tensors do not have.
-        arguments = (states, weight, labels, chunk_tokens, Extras(**extras), True)
+        arguments = (states, weight, labels, chunk_tokens, True, Extras(**extras), None, teacher)
         loss_module._LinearCrossEntropy.apply(*arguments)[0].backward()
     return counter
 
@@ -99,8 +107,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
-    for name, has_kernel in (("its kernel", True), ("torch's operators", False)):
-        found = counted(chunk_tokens=options.chunk_tokens, has_kernel=has_kernel)
+    kinds = itertools.product(
+        (("", False), (", with a teacher", True)), (("its kernel", True), ("torch's operators", False))
+    )
+    for (beside, has_teacher), (by, has_kernel) in kinds:
+        name = by + beside
+        found = counted(chunk_tokens=options.chunk_tokens, has_kernel=has_kernel, has_teacher=has_teacher)
         gigabytes = {"GB": found.num_bytes / 1e9, "ms at 3 TB/s": found.num_bytes / 3e9}
         products = {"of them products": found.products, "GB of these": found.product_bytes / 1e9}
         rows.append({"what": name} | gigabytes | {"kernels": found.kernels} | products)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_loss import CASES, Case, in_interpreter, results
+from interpreted_loss import CASES, TAUGHT, Case, in_interpreter, results, taught_results
 from loss_traffic import TOKENS, VOCAB, counted
 from packaging.version import Version
 from tiny_models import relative_error
@@ -42,6 +42,16 @@ def test_the_kernel_gives_what_the_operators_give(number: int, interpreted: dict
 
 
 @needs_triton
+@pytest.mark.parametrize("number", range(len(TAUGHT)), ids=str)
+def test_the_kernel_distils_as_the_operators_do(number: int, interpreted: dict[str, Any]) -> None:
+    case: Case = TAUGHT[number]
+    tolerance = 1e-5 if case[0] == torch.float32 else torch.finfo(case[0]).eps
+    for index, (found, expected) in enumerate(zip(interpreted["taught"][number], taught_results(case), strict=True)):
+        assert found.dtype == expected.dtype
+        assert relative_error(found, expected) < (tolerance if index > 3 else 1e-5)
+
+
+@needs_triton
 def test_the_interpreted_kernel_passes_its_trial(interpreted: dict[str, Any]) -> None:
     assert all(error < 0.6 for error in interpreted["trials"])
 
@@ -54,11 +64,15 @@ def test_the_kernel_compiles_for_gpus(capability: int) -> None:
     from triton.compiler import ASTSource
 
     pointers = {"logits": "*fp32", "labels": "*i64", "losses": "*fp32", "extra_losses": "*fp32"}
-    numbers = {"words": "i32", "scale": "fp32", "label_smoothing": "fp32", "z_loss": "fp32"}
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(6)}  # pointers, and words
-    for dtype, has_extras, writes in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
-        constants = {"HAS_EXTRAS": has_extras, "WRITES_GRADIENTS": writes, "IGNORED": -100, "BLOCK": loss_kernel._BLOCK}
-        signature = pointers | {"gradients": f"*{dtype}"} | numbers | dict.fromkeys(constants, "constexpr")
+    of_teacher = {"teacher_logits": "*fp32", "divergences": "*fp32", "teacher_columns": "i32", "teacher_words": "i32"}
+    numbers = dict.fromkeys(("scale", "label_smoothing", "z_loss", "share", "temperature"), "fp32")
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(9)}  # pointers, words, and teacher_columns
+    flags = (True, False)
+    for dtype, extras, teacher, writes in itertools.product(("fp32", "bf16", "fp16"), flags, flags, flags):
+        constants = {"HAS_EXTRAS": extras, "HAS_TEACHER": teacher, "WRITES_GRADIENTS": writes}
+        constants |= {"IGNORED": -100, "BLOCK": loss_kernel._BLOCK}
+        signature = pointers | {"gradients": f"*{dtype}", "words": "i32"} | of_teacher | numbers
+        signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(loss_kernel.softmax_rows, signature, constants, aligned)
         options = {"num_warps": loss_kernel._WARPS}
         compiled = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -113,3 +127,10 @@ def test_a_micro_batch_moves_a_fifth_of_what_operators_move() -> None:
     assert by_operators.num_bytes > 5 * found.num_bytes
     assert found.kernels <= 65
     assert by_operators.kernels > 250
+
+
+@needs_shapes
+def test_beside_a_teacher_it_reads_the_logits_of_both_twice_and_writes_one_gradient() -> None:
+    found, by_operators = counted(has_teacher=True), counted(has_teacher=True, has_kernel=False)
+    assert 18 * TOKENS * VOCAB < found.num_bytes < 20 * TOKENS * VOCAB
+    assert by_operators.num_bytes > 8 * found.num_bytes
