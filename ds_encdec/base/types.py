@@ -103,30 +103,44 @@ class Document:
 @dataclass(frozen=True, slots=True)
 class Example:
     """One training pair: int32 arrays of token ids. `decoder_ids` are the *targets*; the decoder's input is the same
-    sequence shifted right behind `decoder_start_token_id`. `denoiser`: one of `TASKS`. `document`: its key."""
+    sequence shifted right behind `decoder_start_token_id`. `denoiser`: one of `TASKS`. `document`: its key. `others`:
+    the encoder and decoder ids of further segments, which stay in the same micro-batch."""
 
     encoder_ids: np.ndarray
     decoder_ids: np.ndarray
     denoiser: str
     document: str
+    others: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+
+    @property
+    def segments(self) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        """All segments: each side is packed one behind the other, and none sees another."""
+        return ((self.encoder_ids, self.decoder_ids), *self.others)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The tokens of all segments on the encoder's and the decoder's side."""
+        encoder, decoder = (sum(map(len, side)) for side in zip(*self.segments, strict=True))
+        return encoder, decoder
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One packed micro-batch: two flat buffers without padding between examples.
+    """One packed micro-batch: two flat buffers without padding between segments.
 
-    Te and Td are the token budgets of the two sides, N the examples. These stand in the same order on both sides, from
-    the front of each buffer; the rest is padding, known by length and never by token id.
+    Te and Td are the token budgets of the two sides, N the segments of all examples (most have one). These stand in the
+    same order on both sides, from the front of each buffer; the rest is padding, known by length and never by token id.
 
     | field | dtype, shape | meaning |
     |---|---|---|
     | encoder_ids, decoder_input_ids | int64 [Te], [Td] | token ids |
-    | labels | int64 [Td] | targets; -100 on padding |
-    | encoder_positions, decoder_positions | int64 [Te], [Td] | restart at 0 in every example |
-    | encoder_cu_seqlens, decoder_cu_seqlens | int32 [max_examples + 1] | boundaries; past N the last repeats |
-    | denoiser_ids | int64 [Td] | index into `TASKS` of each decoder token; 0 on padding (no loss there) |
-    | encoder_lengths, decoder_lengths | N host integers | tokens of each example |
-    | documents | N strings | key of the document of each example |
+    | labels | int64 [Td] | targets, of a task `on_encoder` int64 [Te]; -100 where there is no loss |
+    | encoder_positions, decoder_positions | int64 [Te], [Td] | restart at 0 in every segment |
+    | encoder_cu_seqlens, decoder_cu_seqlens | int32 [max(max_examples, N) + 1] | boundaries; past N the last repeats |
+    | denoiser_ids | int64, as `labels` | index into `TASKS` of each label; 0 on padding (no loss there) |
+    | encoder_lengths, decoder_lengths | N host integers | tokens of each segment |
+    | documents, tasks, group_sizes | host, of each example | key of its document, task, number of segments |
+    | num_losses | host integer | losses that the micro-batch's loss adds up: labels, or examples, by the task |
     | lane, number | integers | its lane, and its number there: dropout is drawn by them |
     | digest | integer | of its lane, ids, labels and boundaries: `token_digest` in data/loader.py |
     """
@@ -142,6 +156,9 @@ class Batch:
     encoder_lengths: tuple[int, ...]
     decoder_lengths: tuple[int, ...]
     documents: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    group_sizes: tuple[int, ...] = ()
+    num_losses: int = 0
     lane: int = 0
     number: int = 0
     digest: int = 0
@@ -153,7 +170,7 @@ class Batch:
 
     @property
     def target_tokens(self) -> int:
-        """The number of tokens that carry loss, as every real decoder token does."""
+        """The number of real decoder tokens."""
         return sum(self.decoder_lengths)
 
     def to(self, device: torch.device) -> Batch:
@@ -166,12 +183,13 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class LossSum:
     """The loss of one micro-batch on this rank, not yet normalised. `total`: float32 scalar with gradient, the sum of
-    token losses in nats. `by_denoiser` and `tokens_by_denoiser`: float32 [len(TASKS)], detached: the same sum and the
-    target tokens by `TASKS`. All are on the engine's device, and nothing has been synchronised."""
+    its `num_losses` losses in nats. `sums` and `counts`: float32 [len(COLUMNS)], detached: by task the sum of the
+    reported losses and their number, and by figure the sum of its values and their number. All are on the engine's
+    device, and nothing has been synchronised."""
 
     total: Tensor
-    by_denoiser: Tensor
-    tokens_by_denoiser: Tensor
+    sums: Tensor
+    counts: Tensor
 
 
 class RowCounts(NamedTuple):

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from ds_encdec.data.build import build_data
 from ds_encdec.data.examples.protocol import usable_documents, with_ids
 from ds_encdec.data.sources.sources import all_rows, source_entries
 from ds_encdec.engine.select import create_engine, join_ranks
-from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import shutdown
@@ -39,7 +39,9 @@ from ds_encdec.model.lora import choose_trained, with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name, trained_shapes, trained_summary
 from ds_encdec.monitor.machine import peak_host_bytes
+from ds_encdec.monitor.metrics import by_column, mean_loss
 from ds_encdec.monitor.monitor import compute_gradient_norm
+from ds_encdec.objectives.protocol import losses_of, run_packed
 from ds_encdec.training.run_model import new_model
 
 logger = logging.getLogger(__name__)
@@ -70,10 +72,10 @@ class Subject:
         self.opened = ExitStack()  # closes the engine and the data loader
 
     def _train_step(self) -> float:
-        loss = self.engine.forward(self.batch)
-        self.engine.backward(loss, target_tokens=self.batch.target_tokens, last=True)
+        (loss,) = self.engine.losses([self.batch])
+        self.engine.backward(loss, num_losses=self.batch.num_losses, last=True)
         self.engine.step()
-        return loss.by_denoiser.sum().item() / self.batch.target_tokens  # nats per target token, before the step
+        return mean_loss(*by_column(torch.stack((loss.sums, loss.counts))))  # before the step
 
     def _model_loads(self) -> Result:
         config, training = self.config, self.config.training
@@ -130,13 +132,14 @@ class Subject:
     def _forward(self) -> Result:
         (self.batch,) = next(self.data.loader)
         encoder_tokens, tokens = self.batch.encoder_tokens, self.batch.target_tokens
-        self.loss_sum = packed_forward(self.model, self.batch.to(self.device))
-        loss = self.loss_sum.total.item() / tokens
+        run = partial(run_packed, self.model)
+        (self.loss_sum,) = losses_of(self.config, self.context.collectives)(run, [self.batch.to(self.device)])
+        loss = self.loss_sum.total.item() / self.batch.num_losses
         message = f"{encoder_tokens} encoder and {tokens} target tokens: {loss:.4f} nats per token"
         return math.isfinite(loss), message, {"loss": loss}
 
     def _initial_loss(self) -> Result:
-        sizes, loss = self.run_model.config, self.loss_sum.total.item() / self.batch.target_tokens
+        sizes, loss = self.run_model.config, self.loss_sum.total.item() / self.batch.num_losses
         if self.config.model.architecture is None:
             return 0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss}
         # Of fresh weights: ln(vocabulary), and the effect of random logits. The head's inputs have the norm sqrt(H),
@@ -149,7 +152,7 @@ class Subject:
         )
 
     def _backward(self) -> Result:
-        (self.loss_sum.total / self.batch.target_tokens).backward()
+        (self.loss_sum.total / self.batch.num_losses).backward()
         wanted = trained_shapes(self.config, self.run_model.config)
         parameters = {name: p for own, p in self.model.named_parameters() if (name := canonical_name(own)) in wanted}
         if lacking := [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.isfinite().all())]:

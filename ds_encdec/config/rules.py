@@ -119,11 +119,16 @@ def _source(source: Source, at: str) -> Iterator[Conflict]:
 
 def _fields_not_read(data: DataConfig) -> Iterator[Conflict]:
     objective, conflict = OBJECTIVES[data.objective], conflicts_in("data")
+    readers: dict[str, list[str]] = {}  # of each field that not all objectives read
     for other, row in OBJECTIVES.items():
-        names = row.split_fields if objective.takes_records else row.own_fields
-        mine = objective.split_fields if objective.takes_records else objective.own_fields
-        fix = " and ".join(mine) if objective.takes_records else f"objective={other}"
-        for name in data.changed(*(name for name in names if name not in mine)):
+        for name in row.own_fields:
+            readers.setdefault(name, []).append(other)
+    splits = {name for row in OBJECTIVES.values() for name in row.split_fields}
+    for name in data.changed(*(name for name in readers if name not in objective.own_fields)):
+        # A configuration of rows may keep the settings of the texts that it was trained on before.
+        if name in splits or not (objective.takes_records and "ul2" in readers[name]):
+            instead = objective.split_fields if name in splits and objective.takes_records else ()
+            fix = " and ".join(instead) or f"objective={' or '.join(readers[name])}"
             yield conflict(f"{name} objective", f"{data.objective} does not read it: set {fix}, or remove it")
 
 

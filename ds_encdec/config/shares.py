@@ -1,7 +1,8 @@
 """Divide the batch, the lanes and the shards of a run among its ranks, and refuse those that do not divide; divide a
 micro-batch between encoder and decoder. Memory estimates read this, too, so nothing here imports numpy. A sequence
-is `data.max_encoder_length` + `data.max_decoder_length` tokens, and a micro-batch of size N takes N of them. A step is
-`training.global_batch_size` sequences, in micro-batches (lanes) that the ranks share."""
+is `data.max_encoder_length` + `data.max_decoder_length` tokens for each segment of an example (of an encoder alone, the
+first of the two), and a micro-batch of size N takes N of them. A step is `training.global_batch_size` sequences, in
+micro-batches (lanes) that the ranks share."""
 
 import logging
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from ds_encdec.base.types import ConfigError
 from ds_encdec.config.data_sections import DataConfig
 from ds_encdec.config.sections import InfraConfig, Sections
 from ds_encdec.config.training_sections import TrainingConfig
+from ds_encdec.registry.objectives import OBJECTIVES
 
 Run = TypeVar("Run", bound=Sections)
 logger = logging.getLogger(__name__)
@@ -32,9 +34,13 @@ class Budgets:
 
 def token_budgets(data: DataConfig, micro_batch_size: int, ratio: float) -> Budgets:
     """Divide a micro-batch by `ratio` (encoder to decoder tokens), so that each side fits its longest example."""
-    total = micro_batch_size * (data.max_encoder_length + data.max_decoder_length)
-    encoder_tokens = round(total * ratio / (1 + ratio))
-    encoder_tokens = min(max(encoder_tokens, data.max_encoder_length), total - data.max_decoder_length)
+    objective = OBJECTIVES[data.objective]
+    segments = objective.segments(data)
+    longest = segments * data.max_encoder_length
+    longest_target = 0 if objective.encoder_only else segments * data.max_decoder_length
+    total = micro_batch_size * (longest + longest_target)
+    encoder_tokens = round(total * ratio / (1 + ratio)) if longest_target else total
+    encoder_tokens = min(max(encoder_tokens, longest), total - longest_target)
     return Budgets(encoder_tokens, total - encoder_tokens, data.max_examples_per_micro_batch)
 
 

@@ -13,9 +13,7 @@ from ds_encdec.base.types import Batch, DataError, Example
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.config.shares import token_budgets
 from ds_encdec.data.eval_set import evaluation_examples, packed
-from ds_encdec.data.examples.chunks import ChunkMaker
 from ds_encdec.data.examples.protocol import ExampleMaker
-from ds_encdec.data.examples.sft import PairMaker
 from ds_encdec.data.fingerprint import fingerprint, numbered, require_same
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader, known
@@ -132,9 +130,8 @@ def example_maker(
     data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
 ) -> ExampleMaker:
     """Return the maker of the examples for `data`, by its objective. Raises ConfigError."""
-    if data.objective == "sft":
-        return PairMaker(data, tokenizer, vocabulary)
-    return ChunkMaker.from_config(data, seed, tokenizer, vocabulary)
+    maker: ExampleMaker = resolve_name(OBJECTIVES[data.objective].maker)(data, seed, tokenizer, vocabulary)
+    return maker
 
 
 def prepare_data(

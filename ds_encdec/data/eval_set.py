@@ -20,7 +20,7 @@ from ds_encdec.data.packing import Waiting
 from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, Split, all_rows, held_out_hash
 from ds_encdec.launch.disk import write_atomically
 
-_FORMAT = 4  # of the cached files, and of the rules that make examples of rows: raised when either changes
+_FORMAT = 5  # of the cached files, and of the rules that make examples of rows: raised when either changes
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,10 @@ def evaluation_examples(
             "evaluation off with training.eval_samples=0"
         )
     if kept:
-        rows = [(one.encoder_ids.tolist(), one.decoder_ids.tolist(), one.denoiser, one.document) for one in examples]
+        rows = [
+            ([[ids.tolist() for ids in segment] for segment in one.segments], one.denoiser, one.document)
+            for one in examples
+        ]
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(kept, json.dumps({"digest": digest(rows), "examples": rows}))
@@ -61,8 +64,7 @@ def _read_examples(path: Path) -> list[Example]:
         content = read_json(path, None)
         if content["digest"] != digest(content["examples"]):
             raise ValueError("its digest does not match")
-        rows = content["examples"]
-        return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
+        return [_example(*row) for row in content["examples"]]
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, LookupError) as error:
@@ -70,9 +72,14 @@ def _read_examples(path: Path) -> list[Example]:
     return []
 
 
+def _example(segments: list[list[list[int]]], denoiser: str, document: str) -> Example:
+    first, *others = [(np.array(ids, np.int32), np.array(target, np.int32)) for ids, target in segments]
+    return Example(*first, denoiser, document, tuple(others))
+
+
 def packed(examples: Iterable[Example], pipeline: LanePipeline, budgets: Budgets) -> Iterator[list[Example]]:
     """Yield the examples in micro-batches."""
-    arrivals = (Waiting(one, len(one.encoder_ids), len(one.decoder_ids)) for one in examples)
+    arrivals = (Waiting(one, *one.tokens) for one in examples)
     return iter(partial(pipeline.packer(budgets).pack, arrivals), [])
 
 

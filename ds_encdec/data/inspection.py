@@ -50,12 +50,11 @@ def inspect_data(
         made += next(lane(batches % pipeline.num_lanes))
         batches += 1
     statistics: dict[str, Any] = {"micro_batches": batches, "examples": len(made)}
-    for side in _SIDES:
+    for side, tokens in zip(_SIDES, np.array([example.tokens for example in made]).T, strict=True):
         budget = getattr(pipeline.budgets, f"{side}_tokens")
-        tokens = np.array([len(getattr(example, f"{side}_ids")) for example in made])
         statistics |= {
             f"{side}_budget_tokens": budget,
-            f"{side}_fill": float(tokens.sum() / (batches * budget)),
+            f"{side}_fill": float(tokens.sum() / max(batches * budget, 1)),
             f"{side}_tokens": {
                 "min": int(tokens.min()),
                 "median": float(np.median(tokens)),
@@ -73,15 +72,19 @@ def inspect_data(
     }
     if as_json:
         fields = ("document", "denoiser", "encoder_ids", "decoder_ids")
-        rows = [{name: getattr(example, name) for name in fields} for example in made[:num_examples]]
+        rows = [
+            {name: getattr(example, name) for name in fields} | ({"others": example.others} if example.others else {})
+            for example in made[:num_examples]
+        ]
         return json.dumps({"examples": rows, "statistics": statistics}, ensure_ascii=False, default=np.ndarray.tolist)
     lines = []
     for number, example in enumerate(made[:num_examples], start=1):
         lines.append(f"── example {number} · {example.denoiser} · {example.document}")
-        for side in _SIDES:
-            ids = getattr(example, f"{side}_ids").tolist()
-            text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            lines += [f"{side}, {len(ids)} tokens: {text}", *([f"{side} ids: {ids}"] if with_ids else [])]
+        for segment in example.segments:
+            for side, array in zip(_SIDES, segment, strict=True):
+                ids = array.tolist()
+                text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                lines += [f"{side}, {len(ids)} tokens: {text}", *([f"{side} ids: {ids}"] if with_ids else [])]
         lines.append("")
     return "\n".join(lines + _in_words(statistics, objective.weights(pipeline.data)))
 

@@ -171,7 +171,7 @@ class Lane:
             if not again:
                 self._next_chunk = None if is_last else _Origin(reference, epoch, number + 1)
             origin = _Origin(reference, epoch, number)
-            yield Waiting((example, origin), len(example.encoder_ids), len(example.decoder_ids))
+            yield Waiting((example, origin), *example.tokens)
 
 
 def _origin(reference: Sequence[int], epoch: int, chunk: int) -> _Origin:

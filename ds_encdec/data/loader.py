@@ -26,7 +26,7 @@ from ds_encdec.base.types import IGNORE_INDEX, Batch, CheckpointError, DataError
 from ds_encdec.config.shares import Budgets, per_rank
 from ds_encdec.data.lane import LanePipeline, lane_batches
 from ds_encdec.data.workers import Worker
-from ds_encdec.registry.objectives import TASKS
+from ds_encdec.registry.objectives import OBJECTIVES, TASKS
 
 # What the model sees of a micro-batch, and so its digest.
 _SEEN = ("encoder_ids", "decoder_input_ids", "labels", "encoder_cu_seqlens", "decoder_cu_seqlens")
@@ -48,7 +48,9 @@ class LaneLoader:
         self._pipeline = pipeline
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
         self._rank, self._world_size = rank, world_size
-        self._collate = partial(collate, start_id=pipeline.maker.vocabulary.start_id, pin_memory=pin_memory)
+        ids, tasks = pipeline.maker.vocabulary, OBJECTIVES[pipeline.data.objective].tasks
+        mask_id = ids.sentinel_ids[0] if any(TASKS[task].on_encoder for task in tasks) else None
+        self._collate = partial(collate, start_id=ids.start_id, mask_id=mask_id, pin_memory=pin_memory)
         self._records: dict[int, dict[str, Any]] = {}
         self._running: dict[int, Iterator[tuple[list[Example], dict[str, Any]]]] = {}  # by lane
 
@@ -126,12 +128,12 @@ def known(examples: list[Example], pipeline: LanePipeline, lane: str = "") -> li
     """Return `examples`. Raises DataError, which names the document, for an id that the tokenizer does not have: in the
     model it would be an error of an index, and on a GPU one of the device."""
     data, vocab_size = pipeline.data, pipeline.maker.vocabulary.vocab_size
-    ids = [piece for one in examples for piece in (one.encoder_ids, one.decoder_ids)]
+    ids = [piece for one in examples for segment in one.segments for piece in segment]
     flat = np.concatenate([np.zeros(1, dtype=np.int64), *ids])
     if flat.min() >= 0 and flat.max() < vocab_size:
         return examples
     wrong = flat[(flat < 0) | (flat >= vocab_size)][0]
-    document = next(one.document for one in examples if wrong in one.encoder_ids or wrong in one.decoder_ids)
+    document = next(one.document for one in examples if any(wrong in ids for pair in one.segments for ids in pair))
     field = "prepared_dir" if data.prepared_dir else "mixture" if data.mixture else "dataset_name"
     raise DataError(
         f"data.{field}: document {document}{lane} has the token id {wrong}, but the tokenizer's are 0 to "
@@ -146,26 +148,45 @@ def token_digest(batch: Batch, lane: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{lane} {crc}".encode(), digest_size=6).digest(), "little")
 
 
-def collate(examples: Sequence[Example], budgets: Budgets, start_id: int, *, pin_memory: bool = False) -> Batch:
-    """Concatenate examples into one micro-batch, with boundaries, padded at the end to the budgets; see `Batch`. The
-    decoder's input is each target shifted right behind `start_id`, as in T5. The packer keeps the budgets."""
-    encoder_lengths = tuple(len(example.encoder_ids) for example in examples)
-    decoder_lengths = tuple(len(example.decoder_ids) for example in examples)
-    encoder = partial(_padded, size=budgets.encoder_tokens)
-    decoder = partial(_padded, size=budgets.decoder_tokens)
+def collate(
+    examples: Sequence[Example],
+    budgets: Budgets,
+    start_id: int,
+    *,
+    mask_id: int | None = None,
+    pin_memory: bool = False,
+) -> Batch:
+    """Concatenate the segments of examples into one micro-batch, with boundaries, padded at the end to the budgets; see
+    `Batch`. The decoder's input is each target shifted right behind `start_id`, as in T5. `mask_id`, of tasks
+    `on_encoder`: the label of each position before such an id is the next target. The packer keeps the budgets."""
+    segments = [segment for example in examples for segment in example.segments]
+    sources, targets = [source for source, _ in segments], [target for _, target in segments]
+    encoder, decoder = partial(_padded, size=budgets.encoder_tokens), partial(_padded, size=budgets.decoder_tokens)
+    labels, labelled = targets, decoder
+    if mask_id is not None:
+        labels, labelled = [_before_masks(*segment, mask_id) for segment in segments], encoder
+        targets = [ids[:0] for ids in targets]
+    encoder_lengths, decoder_lengths = tuple(map(len, sources)), tuple(map(len, targets))
     numbers = {name: number for number, name in enumerate(TASKS)}
+    kinds = [numbers[one.denoiser] for one in examples for _ in one.segments]
     batch = Batch(
-        encoder_ids=encoder([example.encoder_ids for example in examples], fill=start_id),
-        decoder_input_ids=decoder([np.insert(one.decoder_ids[:-1], 0, start_id) for one in examples], fill=start_id),
-        labels=decoder([example.decoder_ids for example in examples], fill=IGNORE_INDEX),
+        encoder_ids=encoder(sources, fill=start_id),
+        decoder_input_ids=decoder([np.insert(ids[:-1], 0, start_id)[: len(ids)] for ids in targets], fill=start_id),
+        labels=labelled(labels, fill=IGNORE_INDEX),
         encoder_positions=encoder([np.arange(length) for length in encoder_lengths]),
         decoder_positions=decoder([np.arange(length) for length in decoder_lengths]),
         encoder_cu_seqlens=_boundaries(encoder_lengths, budgets.max_examples),
         decoder_cu_seqlens=_boundaries(decoder_lengths, budgets.max_examples),
-        denoiser_ids=decoder([np.full(len(one.decoder_ids), numbers[one.denoiser]) for one in examples]),
+        denoiser_ids=labelled([np.full(len(ids), kind) for ids, kind in zip(labels, kinds, strict=True)]),
         encoder_lengths=encoder_lengths,
         decoder_lengths=decoder_lengths,
         documents=tuple(example.document for example in examples),
+        tasks=tuple(example.denoiser for example in examples),
+        group_sizes=tuple(len(example.segments) for example in examples),
+        num_losses=sum(
+            1 if TASKS[example.denoiser].per_example else sum(len(target) for _, target in example.segments)
+            for example in examples
+        ),
     )
     if not pin_memory:
         return batch
@@ -173,6 +194,12 @@ def collate(examples: Sequence[Example], budgets: Budgets, start_id: int, *, pin
         name: value.pin_memory() for name in Batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)
     }
     return dataclasses.replace(batch, **pinned)
+
+
+def _before_masks(ids: np.ndarray, targets: np.ndarray, mask_id: int) -> np.ndarray:
+    labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+    labels[np.flatnonzero(ids == mask_id) - 1] = targets
+    return labels
 
 
 def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> torch.Tensor:

@@ -43,6 +43,7 @@ class Packer(Generic[Item]):
     def __init__(self, budgets: Budgets, *, pool_examples: int, max_wait_batches: int) -> None:
         self._budgets = budgets
         self._capacity = np.array([budgets.encoder_tokens, budgets.decoder_tokens])
+        self._scale = self._capacity.clip(1)  # a side may have no tokens
         self._pool_examples = pool_examples
         self._max_wait_batches = max_wait_batches
         # The pool, in order of arrival; assign to it to restore an earlier state.
@@ -91,7 +92,7 @@ class Packer(Generic[Item]):
         fits = (left >= 0).all(axis=0)
         if not fits.any():
             return None
-        if (room > self._capacity * BEST_FIT_BELOW).all():
+        if ((room > self._capacity * BEST_FIT_BELOW) | (self._capacity == 0)).all():
             return int(fits.argmax())
         single = self._worse_side(left)
         pair = self._worse_side(left[:, :, None] - sizes[:, None, :])
@@ -104,6 +105,6 @@ class Packer(Generic[Item]):
     def _worse_side(self, left: np.ndarray) -> np.ndarray:
         """Return the free share of the emptier side, [...], of `left` tokens [2, ...]; infinite if a side overflows."""
         encoder_left, decoder_left = left
-        share = np.maximum(encoder_left / self._capacity[0], decoder_left / self._capacity[1])
+        share = np.maximum(encoder_left / self._scale[0], decoder_left / self._scale[1])
         share[(encoder_left < 0) | (decoder_left < 0)] = np.inf
         return share

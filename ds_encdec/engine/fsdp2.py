@@ -85,13 +85,13 @@ class FSDP2Engine(ShardedEngine):
             parameter.to_local().copy_(weights(name, _local_rows(parameter)))
         quantize_into(self.model, weights, compute_dtype(self._training), self.device)
 
-    def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
+    def backward(self, loss_sum: LossSum, *, num_losses: int, last: bool) -> None:
         reshards = last or self._infra.sharding_stage.startswith("zero3")
         for unit in self._units:
             unit.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)  # between replicas once per step in any case
             unit.set_reshard_after_backward(reshards, recurse=False)
-        self._scaled_loss(loss_sum, target_tokens).backward()
+        self._scaled_loss(loss_sum, num_losses).backward()
 
     @torch.no_grad()
     def step(self, veto: Veto | None = None) -> StepResult:

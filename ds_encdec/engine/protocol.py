@@ -47,18 +47,20 @@ class Engine(Protocol):
     device: torch.device
     model: torch.nn.Module  # wrapped; parameters may be sharded: do not read them outside the engine
 
-    def forward(self, batch: Batch) -> LossSum:
-        """Run one micro-batch, from any device, in training mode."""
+    def losses(self, batches: Sequence[Batch]) -> Iterator[LossSum]:
+        """Yield the losses of this rank's micro-batches of one optimizer step, from any device, in training mode.
+        `backward` is called on each before the next is taken. Collective: ranks have equally many micro-batches."""
 
-    def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
-        """Accumulate the gradient of `loss_sum.total / target_tokens`, summed over ranks. `target_tokens` counts all
-        micro-batches of the optimizer step on all ranks. `last` marks the step's last micro-batch."""
+    def backward(self, loss_sum: LossSum, *, num_losses: int, last: bool) -> None:
+        """Accumulate the gradient of `loss_sum.total / num_losses`, summed over ranks. `num_losses`: the sum of
+        `Batch.num_losses` of the optimizer step, over all ranks. `last` marks the step's last micro-batch."""
 
     def step(self, veto: Veto | None = None) -> StepResult:
         """Unless the norm is not finite or `veto` refuses it, clip and step optimizer and schedule; clear gradients."""
 
-    def evaluate(self, batch: Batch) -> LossSum:
-        """Return the loss of one micro-batch without gradients, in evaluation mode."""
+    def evaluate(self, batches: Sequence[Batch]) -> Iterator[LossSum]:
+        """Yield the losses of this rank's micro-batches of a set without gradients, in evaluation mode, like `losses`.
+        All are to be taken."""
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """Prepare to write weights, optimizer state and an `EngineRecord` under the existing, shared `directory`.

@@ -6,7 +6,7 @@ afterwards: masks are equal on any number of ranks, in any engine, in a resumed 
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,20 +19,19 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from ds_encdec.base.foreign_places import check
-from ds_encdec.base.types import IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState, is_hidden_matrix
+from ds_encdec.base.types import MOMENTS, Batch, CheckpointError, LossSum, SavedState, is_hidden_matrix
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.training_sections import CROSS_ENTROPY, TrainingConfig
 from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
 from ds_encdec.engine.user_code import load_loss
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.activation_checkpointing import GRAPHS, apply_activation_checkpointing
-from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_in_turn
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.modeling import PackedLossOutput, Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.model.weights import keyed_seed
-from ds_encdec.registry.objectives import TASKS
+from ds_encdec.objectives.protocol import losses_of, run_packed
 from ds_encdec.registry.optimizers import row_of
 
 logger = logging.getLogger(__name__)
@@ -74,6 +73,7 @@ class ShardedEngine(ABC):
             self._undo.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
+        self._losses = losses_of(config, context.collectives)
         self._lora = config.model.lora
         self._saves_frozen = self._lora is None  # beside adapters a checkpoint names the base instead
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
@@ -81,23 +81,25 @@ class ShardedEngine(ABC):
     def close(self) -> None:
         self._undo.close()
 
-    def forward(self, batch: Batch) -> LossSum:
-        batch = batch.to(self.device)
-        with self._masks_of(batch):
-            return packed_forward(self._engine, batch)
+    def losses(self, batches: Sequence[Batch]) -> Iterator[LossSum]:
+        return self._losses(self._run, [batch.to(self.device) for batch in batches])
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> LossSum:
+    def evaluate(self, batches: Sequence[Batch]) -> Iterator[LossSum]:
         self._engine.eval()
         try:
-            return self.forward(batch)
+            yield from self.losses(batches)
         finally:
             self._engine.train()
 
-    def _scaled_loss(self, loss_sum: LossSum, target_tokens: int) -> Tensor:
-        """Return the scalar to call backward on, which engines average over ranks to a mean over `target_tokens`. The
+    def _run(self, batch: Batch) -> PackedLossOutput:
+        with self._masks_of(batch):
+            return run_packed(self._engine, batch)
+
+    def _scaled_loss(self, loss_sum: LossSum, num_losses: int) -> Tensor:
+        """Return the scalar to call backward on, which engines average over ranks to a mean of `num_losses`. The
         gradient of an infinite loss is NaN, so that all ranks skip the step. Does not wait for the device."""
-        scale = self._context.world.world_size / max(target_tokens, 1)
+        scale = self._context.world.world_size / max(num_losses, 1)
         return loss_sum.total * torch.where(torch.isfinite(loss_sum.total.detach()), scale, torch.nan)
 
     def load(self, saved: SavedState) -> None:
@@ -255,39 +257,6 @@ def unsharded_copy(
         for name, parameter in engine.full_parameters():
             places[name].copy_(parameter)
     return model.eval()
-
-
-def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
-    """Return the loss of `batch` (on the device) by a Qwen3ForSeq2SeqLM, or an engine's wrapper of one."""
-    output = model(
-        input_ids=batch.encoder_ids,
-        decoder_input_ids=batch.decoder_input_ids,
-        labels=batch.labels,
-        packing=layout_of(batch),
-    )
-    return split_by_denoiser(output.loss, output.token_losses, batch)
-
-
-def layout_of(batch: Batch) -> PackedLayout:
-    """Return the packed layout of the documents of `batch`."""
-    return PackedLayout.build(
-        batch.encoder_cu_seqlens,
-        batch.decoder_cu_seqlens,
-        batch.encoder_lengths,
-        batch.decoder_lengths,
-        batch.encoder_positions,
-        batch.decoder_positions,
-    )
-
-
-def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:
-    """Split the loss of a batch by denoiser. `token_losses`: float32 [Td], 0 where the label is -100."""
-    zeros = torch.zeros(len(TASKS), device=token_losses.device)
-    return LossSum(
-        total=total,
-        by_denoiser=zeros.index_add(0, batch.denoiser_ids, token_losses),
-        tokens_by_denoiser=zeros.index_add(0, batch.denoiser_ids, (batch.labels != IGNORE_INDEX).float()),
-    )
 
 
 def compute_dtype(training: TrainingConfig) -> torch.dtype:

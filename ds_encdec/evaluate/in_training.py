@@ -21,9 +21,9 @@ from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import Heartbeat
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
+from ds_encdec.monitor.metrics import by_column, eval_metrics, has_losses
 from ds_encdec.monitor.sinks import Sample
-from ds_encdec.registry.objectives import TASKS
+from ds_encdec.registry.objectives import COLUMNS
 from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, text_metric, usable
 
 logger = logging.getLogger(__name__)
@@ -37,20 +37,19 @@ def evaluate(
     collectives: HostCollectives,
     heartbeat: Heartbeat,
 ) -> dict[str, float]:
-    """Return mean loss (nats per target token) and perplexity of each held-out set, in all and per denoiser that
-    occurs. Losses are weighted like the training loss: per target token, over all ranks. Every rank must have equally
-    many batches (empty ones if it has no data), since the engine's collectives are per module call. The held-out split
-    is named ""; other sets are `eval/NAME/…`. A set of which no rank has a target token has no figures."""
+    """Return the `eval_metrics` of each held-out set, in all and per task that occurs. Losses are weighted like the
+    training loss: per target token, or example, over all ranks. Every rank must have equally many batches (empty ones
+    if it has no data), since the engine's collectives are per module call. The held-out split is named ""; other sets
+    are `eval/NAME/…`. A set of which no rank has a loss has no figures."""
     metrics: dict[str, float] = {}
     for name, batches in eval_sets.items():
-        sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=engine.device)
-        for batch in batches():
+        totals = torch.zeros(2, len(COLUMNS), dtype=torch.float64, device=engine.device)
+        for loss in engine.evaluate(batches()):
             heartbeat.beat()
-            loss = engine.evaluate(batch.to(engine.device))
-            sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
-        losses, tokens = by_denoiser(torch.stack(collectives.gather(sums.cpu())).sum(dim=0))
-        if any(tokens.values()):
-            metrics |= eval_metrics(losses, tokens, name)
+            totals += torch.stack((loss.sums, loss.counts)).double()
+        sums, counts = by_column(torch.stack(collectives.gather(totals.cpu())).sum(dim=0))
+        if has_losses(counts):
+            metrics |= eval_metrics(sums, counts, name)
     return metrics
 
 

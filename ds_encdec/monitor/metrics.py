@@ -14,7 +14,7 @@ import torch
 
 from ds_encdec.base.types import LossSum, StepResult
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.registry.objectives import TASKS
+from ds_encdec.registry.objectives import COLUMNS, FIGURES, TASKS
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -65,36 +65,35 @@ class MetricWindow:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step, over all micro-batches and all ranks; equal on every rank. `loss_sums` (nats) and
-    `target_tokens` are by denoiser, `global_step` and `data_step` those after the step, `grad_norm` the norm before
-    clipping, `extra` the mean of `StepResult.extra` over the ranks."""
+    """One optimizer step, over all micro-batches and all ranks; equal on every rank. `sums` and `counts` are those of
+    its `LossSum`s by `COLUMNS`, `global_step` and `data_step` those after the step, `grad_norm` the norm before
+    clipping, `tokens` the non-padding ones of both sides, `extra` the mean of `StepResult.extra` over the ranks."""
 
     global_step: int
     data_step: int
     applied: bool
     learning_rate: float
     grad_norm: float
-    loss_sums: Mapping[str, float]
-    target_tokens: Mapping[str, float]
-    encoder_tokens: int
+    sums: Mapping[str, float]
+    counts: Mapping[str, float]
+    tokens: int
     extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
-        """Mean loss of the step, in nats per target token; NaN without targets."""
-        return mean_loss(self.loss_sums, self.target_tokens)
-
-    @property
-    def tokens(self) -> float:
-        """Non-padding tokens of both sides."""
-        return self.encoder_tokens + sum(self.target_tokens.values())
+        """Mean loss of the step, in nats; NaN without targets."""
+        return mean_loss(self.sums, self.counts)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Restore a saved record exactly."""
+        values = dict(values)
+        if "loss_sums" in values:  # written before objectives had figures
+            targets = values.pop("target_tokens")
+            tokens = int(values.pop("encoder_tokens") + sum(targets.values()))
+            values |= {"sums": values.pop("loss_sums"), "counts": targets, "tokens": tokens}
         sums = {
-            name: {key: float(value) for key, value in values[name].items()}
-            for name in ("loss_sums", "target_tokens", "extra")
+            name: {key: float(value) for key, value in values[name].items()} for name in ("sums", "counts", "extra")
         }
         return cls(**{**values, **sums, "grad_norm": float(values["grad_norm"])})
 
@@ -111,15 +110,15 @@ class StepAccumulator:
         self._pending: list[tuple[dict[str, Any], list[str], torch.Tensor]] = []
         self._records: list[StepRecord] = []
 
-    def add(self, loss_sum: LossSum, *, encoder_tokens: int) -> None:
+    def add(self, loss_sum: LossSum, *, tokens: int) -> None:
         """Add one micro-batch of this rank to the current step. Does not wait for the device."""
-        self.sums += torch.stack((loss_sum.by_denoiser, loss_sum.tokens_by_denoiser)).detach()
-        self._encoder_tokens += encoder_tokens
+        self.sums += torch.stack((loss_sum.sums, loss_sum.counts)).detach()
+        self._tokens += tokens
 
     def end_step(self, result: StepResult, *, global_step: int, data_step: int) -> None:
         """Close the current step, applied or not; the counters are those after it."""
         metrics = [value.detach().to(self.sums) for value in (result.grad_norm, *result.extra.values())]
-        tokens = self.sums.new_full((1,), self._encoder_tokens)
+        tokens = self.sums.new_full((1,), self._tokens)
         row = torch.cat([self.sums.flatten(), tokens, torch.stack(metrics)])
         facts = {"global_step": global_step, "data_step": data_step, "applied": result.applied}
         self._pending.append((facts | {"learning_rate": result.learning_rate}, list(result.extra), row))
@@ -133,12 +132,12 @@ class StepAccumulator:
             # An all-reduce would add in an order that depends on the buffer's size.
             totals = iter(sum(ranks[1:], start=ranks[0]).tolist())
             for facts, names, _ in pending:
-                loss_sums, target_tokens = (dict(zip(TASKS, totals, strict=False)) for _ in range(2))
-                encoder_tokens = int(next(totals))
+                sums, counts = (dict(zip(COLUMNS, totals, strict=False)) for _ in range(2))
+                tokens = int(next(totals))
                 grad_norm, *means = (total / len(ranks) for total in islice(totals, 1 + len(names)))
                 self._records.append(
-                    StepRecord(**facts, grad_norm=grad_norm, loss_sums=loss_sums, target_tokens=target_tokens,
-                               encoder_tokens=encoder_tokens, extra=dict(zip(names, means, strict=True)))
+                    StepRecord(**facts, grad_norm=grad_norm, sums=sums, counts=counts, tokens=tokens,
+                               extra=dict(zip(names, means, strict=True)))
                 )  # fmt: skip
         return list(self._records)
 
@@ -156,9 +155,9 @@ class StepAccumulator:
         self._records, self._pending = [StepRecord.from_dict(values) for values in state["records"]], []
 
     def _begin_step(self) -> None:
-        # This rank's losses and target tokens of the step that has not ended.
-        self.sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=self.device)
-        self._encoder_tokens = 0
+        # This rank's sums and counts of the step that has not ended.
+        self.sums = torch.zeros(2, len(COLUMNS), dtype=torch.float64, device=self.device)
+        self._tokens = 0
 
 
 def _gather(row: torch.Tensor) -> list[torch.Tensor]:
@@ -170,32 +169,40 @@ def _gather(row: torch.Tensor) -> list[torch.Tensor]:
     return ranks
 
 
-def by_denoiser(sums: torch.Tensor) -> list[dict[str, float]]:
-    """Return the rows of [rows, denoisers] as dicts by denoiser. Waits for the device."""
-    return [dict(zip(TASKS, row, strict=True)) for row in sums.tolist()]
+def by_column(sums: torch.Tensor) -> list[dict[str, float]]:
+    """Return the rows of [rows, len(COLUMNS)] as dicts by task and figure. Waits for the device."""
+    return [dict(zip(COLUMNS, row, strict=True)) for row in sums.tolist()]
 
 
-def mean_loss(loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> float:
-    """Return the sum of token losses over the number of target tokens, in nats; NaN without target tokens."""
-    tokens = sum(target_tokens.values())
-    return sum(loss_sums.values()) / tokens if tokens else math.nan
+def has_losses(counts: Mapping[str, float]) -> bool:
+    """Return whether a loss was counted."""
+    return any(counts.get(name) for name in TASKS)
 
 
-def loss_metrics(prefix: str, loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> dict[str, float]:
-    """Return `PREFIX/loss` and `PREFIX/loss_R1`… from sums by denoiser; those without tokens are left out."""
-    return {f"{prefix}/loss": mean_loss(loss_sums, target_tokens)} | {
-        f"{prefix}/loss_{name}": loss_sums[name] / tokens for name, tokens in target_tokens.items() if tokens
+def mean_loss(sums: Mapping[str, float], counts: Mapping[str, float]) -> float:
+    """Return the mean of the losses of all tasks, in nats; NaN without losses."""
+    count = sum(counts.get(name, 0.0) for name in TASKS)
+    return sum(sums.get(name, 0.0) for name in TASKS) / count if count else math.nan
+
+
+def loss_metrics(prefix: str, sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, float]:
+    """Return `PREFIX/loss`, `PREFIX/loss_R1`… by task, and `PREFIX/FIGURE`…; those without a count are left out."""
+    means = {name: sums[name] / count for name, count in counts.items() if count}
+    return {f"{prefix}/loss": mean_loss(sums, counts)} | {
+        f"{prefix}/{name if name in FIGURES else f'loss_{name}'}": mean for name, mean in means.items()
     }
 
 
-def eval_metrics(
-    loss_sums: Mapping[str, float], target_tokens: Mapping[str, float], eval_set: str = ""
-) -> dict[str, float]:
-    """Return `eval/loss`, `eval/perplexity`, both per denoiser (`eval/loss_X1`); `eval/NAME/loss`… of an `eval_set`."""
-    losses = loss_metrics(f"eval/{eval_set}" if eval_set else "eval", loss_sums, target_tokens)
-    return losses | {
+def eval_metrics(sums: Mapping[str, float], counts: Mapping[str, float], eval_set: str = "") -> dict[str, float]:
+    """Return the `loss_metrics` of a held-out set (`eval/…`, or `eval/NAME/…`), and for each loss per token the
+    perplexity (`eval/perplexity`, `eval/perplexity_X1`)."""
+    metrics = loss_metrics(f"eval/{eval_set}" if eval_set else "eval", sums, counts)
+    if any(TASKS[name].per_example for name in TASKS if counts.get(name)):
+        return metrics
+    return metrics | {
         "/perplexity".join(name.rsplit("/loss", 1)): math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
-        for name, loss in losses.items()
+        for name, loss in metrics.items()
+        if name.rpartition("/")[2].startswith("loss")
     }
 
 
@@ -204,10 +211,9 @@ def train_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
     Losses and the engine's metrics are means over the applied steps (over all, if no step was applied): a skipped NaN
     would hide the others. Learning rate and gradient norm are the last step's."""
     counted = [record for record in records if record.applied] or records
-    loss_sums = _by_name([record.loss_sums for record in counted], sum)
-    target_tokens = _by_name([record.target_tokens for record in counted], sum)
+    sums, counts = (_by_name([getattr(record, name) for record in counted], sum) for name in ("sums", "counts"))
     return {
-        **loss_metrics("train", loss_sums, target_tokens),
+        **loss_metrics("train", sums, counts),
         "train/learning_rate": records[-1].learning_rate,
         "train/grad_norm": records[-1].grad_norm,
         "train/skipped_steps": sum(not record.applied for record in records),

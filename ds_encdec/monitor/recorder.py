@@ -19,7 +19,7 @@ from ds_encdec.monitor.machine import (
     measure_arithmetic,
     measure_rank_stats,
 )
-from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, train_metrics
+from ds_encdec.monitor.metrics import StepAccumulator, by_column, has_losses, mean_loss, train_metrics
 from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer, make_alert
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import Sample, Sink
@@ -81,7 +81,7 @@ class Recorder:
 
     def add(self, loss: LossSum, batch: Batch) -> None:
         """Add one micro-batch of this rank. Does not wait for the device."""
-        self._steps.add(loss, encoder_tokens=batch.encoder_tokens)
+        self._steps.add(loss, tokens=batch.encoder_tokens + batch.target_tokens)
         self._flops += self.batch_flops(batch)
 
     def measure_held(self, held_bytes: Callable[[], Mapping[str, int]]) -> None:
@@ -229,19 +229,19 @@ class Recorder:
         sums = self._steps.sums
         rank_zeros = norm.to(sums) if self.collectives.rank == 0 else sums.new_zeros(())
         *totals, norm_value = self.collectives.sum_tensor(torch.cat([sums.flatten(), rank_zeros.view(1)])).tolist()
-        loss_sums, target_tokens = by_denoiser(torch.tensor(totals, dtype=sums.dtype).view_as(sums))
-        if not any(target_tokens.values()):
+        loss_sums, counts = by_column(torch.tensor(totals, dtype=sums.dtype).view_as(sums))
+        if not has_losses(counts):
             return False  # a step without targets
         return any(
             name == "non_finite" or answer(name, self.settings) == "skip_step"
-            for name in self.monitor.refuses(mean_loss(loss_sums, target_tokens), norm_value)
+            for name in self.monitor.refuses(mean_loss(loss_sums, counts), norm_value)
         )
 
     def _judge_steps(self) -> list[tuple[Alert, int]]:
         """Return new alerts, each with its data step. A step without targets is not judged. A collective."""
         records = self._steps.reduce()
         new, self._judged_steps = records[self._judged_steps :], len(records)
-        with_targets = [record for record in new if any(record.target_tokens.values())]
+        with_targets = [record for record in new if has_losses(record.counts)]
         self.last_loss = with_targets[-1].loss if with_targets else self.last_loss
         return [
             (alert, record.data_step)

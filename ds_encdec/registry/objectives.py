@@ -1,17 +1,36 @@
-"""Lists the objectives, a row of facts each: how documents become examples. The configuration's rules and the memory
-estimate read the rows, so nothing here needs numpy or torch. `data` is the configuration's section. `data.build` has
-the classes that make examples, `checkpoint.model_card` the card's texts."""
+"""Lists the objectives, a row of facts each: how documents become examples, and examples losses and figures. The
+configuration's rules and the memory estimate read the rows, so nothing here needs numpy or torch. `data` is the
+configuration's section. `exports.model_card` has the card's texts."""
 
-from collections import ChainMap
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
 from ds_encdec.registry.denoisers import DENOISERS, expected_ratio
 
-# The kinds of examples by name, in the order of all sums by kind: the denoisers, and pairs of input and output.
-TASKS: Mapping[str, Any] = ChainMap({"SFT": None}, DENOISERS)
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A kind of examples. `per_example`: it has a loss per example, not per label. `continues`: the output goes on with
+    the input, in one text that a decoder alone can read. `on_encoder`: its labels stand at the encoder's positions."""
+
+    per_example: bool = False
+    continues: bool = False
+    on_encoder: bool = False
+
+
+# The kinds of examples, in the order of all sums by kind. New rows go to the end.
+TASKS: dict[str, Task] = {
+    **{name: Task(continues=row.mean_span is None) for name, row in DENOISERS.items()},
+    "SFT": Task(continues=True),
+}
+
+# The figures that objectives have beside their loss, and whether more is better (None: neither).
+FIGURES: dict[str, bool | None] = {}
+
+# What a `LossSum` counts: the losses by task, and the figures.
+COLUMNS = (*TASKS, *FIGURES)
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
@@ -24,7 +43,12 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The facts on how a document becomes examples.
+    """The facts of an objective.
+
+    `maker`, called with the section `data`, the seed, the tokenizer and its vocabulary, returns the
+    `data.examples.protocol.ExampleMaker`; `losses`, called with the configuration and the collectives, the
+    `objectives.protocol.Losses`. `figures`: those of `FIGURES` that it has. `segments`: of an example, at most.
+    `encoder_only`: no decoder is trained.
 
     `tasks`: its kinds of examples; `weights`: how often each is drawn, relative. `columns`: if documents are rows and
     not texts, the columns to read of a table that has these. `own_fields`: fields of `data` that no other objective
@@ -33,6 +57,7 @@ class Objective:
     `expected_ratio`: encoder tokens per decoder token that are assumed before data is read.
     """
 
+    maker: str
     tasks: Collection[str]
     weights: Callable[[Any], Sequence[float]]
     own_fields: tuple[str, ...]
@@ -42,6 +67,10 @@ class Objective:
     expected_ratio: Callable[[Any], float]
     columns: Callable[[Any, Sequence[str]], Sequence[str]] | None = None
     read_fields: tuple[str, ...] = ()
+    losses: str = "ds_encdec.objectives.tokens:token_losses"
+    figures: tuple[str, ...] = ()
+    segments: Callable[[Any], int] = lambda _: 1
+    encoder_only: bool = False
 
     @property
     def takes_records(self) -> bool:
@@ -100,6 +129,7 @@ _RENDERED = (
 # The rows by the value of `data.objective`.
 OBJECTIVES = {
     "ul2": Objective(
+        maker="ds_encdec.data.examples.chunks:ChunkMaker.from_config",
         tasks=DENOISERS,
         weights=lambda data: data.ul2_task_weights,
         own_fields=("max_seq_length", "ul2_task_weights", "use_mode_tokens", "eval_fraction"),
@@ -109,6 +139,7 @@ OBJECTIVES = {
         expected_ratio=lambda data: expected_ratio(data.ul2_task_weights),
     ),
     "sft": Objective(
+        maker="ds_encdec.data.examples.sft:PairMaker",
         tasks=("SFT",),
         weights=lambda _: (1.0,),
         own_fields=("objective", *_RENDERED, "on_long_row", "train_split_ratio", "val_test_split_ratio"),

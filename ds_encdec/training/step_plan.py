@@ -11,14 +11,16 @@ from ds_encdec.config.schema import TrainingConfig
 @dataclass(frozen=True, slots=True)
 class StepTotals:
     """Sums over all ranks, known before a step's backward pass, from one small exchange between the hosts per step. The
-    first three count ranks without a batch: for any reason, for lack of data, because a worker was killed. `stop`:
-    ranks that are to stop. `save_due`: 1 if the clock demands a save. `saves_over`: ranks whose background save has
-    ended. `token_digest`, `lane_digest`: the sums of monitor/token_digests.py. `epoch` is the lowest."""
+    first three count ranks without a batch: for any reason, for lack of data, because a worker was killed. `losses` are
+    those of `Batch.num_losses`. `stop`: ranks that are to stop. `save_due`: 1 if the clock demands a save.
+    `saves_over`: ranks whose background save has ended. `token_digest`, `lane_digest`: the sums of
+    monitor/token_digests.py. `epoch` is the lowest."""
 
     failed: int = 0
     failed_data: int = 0
     killed_workers: int = 0
     target_tokens: int = 0
+    losses: int = 0
     encoder_tokens: int = 0
     stop: int = 0
     save_due: int = 0

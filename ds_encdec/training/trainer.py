@@ -48,11 +48,9 @@ def train(run: Trainer) -> TrainingState:
         save(run, "end" if run.is_over and not rolled_back else "rollback", value)
     while not run.is_over:
         micro_batches, totals = _next_step(run)
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            batch = micro_batch.to(run.engine.device)
-            loss = run.engine.forward(batch)
-            run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
-            run.recorder.add(loss, batch)
+        for number, loss in enumerate(run.engine.losses(micro_batches), start=1):
+            run.engine.backward(loss, num_losses=totals.losses, last=number == len(micro_batches))
+            run.recorder.add(loss, micro_batches[number - 1])
         run.recorder.measure_held(run.engine.held_bytes)
         if run.state.global_step + 1 < run.training.num_train_steps:  # read while the device works on this step
             run.ahead = _begin_next_step(run, run.state.data_step + 1)
@@ -94,7 +92,8 @@ def _rehearse(run: Trainer) -> None:
             staged = run.engine.stage(run.checkpoints.folder, copy=True)
             logger.info("copies of a save take %.2f GiB of this rank's host memory", staged.num_bytes / 2**30)
         if batches := run.eval_sets[""]():
-            run.engine.evaluate(batches[0].to(run.engine.device))
+            for _ in run.engine.evaluate(batches[:1]):
+                pass
 
 
 def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
@@ -137,6 +136,7 @@ def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
         isinstance(error, DataError),
         isinstance(error, WorkerKilledError),
         sum(batch.target_tokens for batch in micro_batches or ()),
+        sum(batch.num_losses for batch in micro_batches or ()),
         sum(batch.encoder_tokens for batch in micro_batches or ()),
         run.stop.requested,
         # Rank 0's clock decides.

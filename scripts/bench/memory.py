@@ -233,9 +233,9 @@ def measure(row: Row, context: RunContext) -> dict[str, Any]:
 def _step(engine: Engine, batch: Batch, accumulation: int, target_tokens: int, tracked: Tracked | None = None) -> None:
     end_phase = tracked.end_phase if tracked else lambda name: None
     for index in range(1, accumulation + 1):
-        loss_sum = engine.forward(batch)
+        loss_sum = next(engine.losses([batch]))
         end_phase("forward")
-        engine.backward(loss_sum, target_tokens=target_tokens, last=index == accumulation)
+        engine.backward(loss_sum, num_losses=target_tokens, last=index == accumulation)
         del loss_sum
         end_phase("backward")
     engine.step()

@@ -92,8 +92,8 @@ def repetition(
     """Seconds that each way held training up, and of a step beside a save and without one."""
 
     def step() -> None:
-        loss = engine.forward(batch)
-        engine.backward(loss, target_tokens=batch.target_tokens * dist.get_world_size(), last=True)
+        loss = next(engine.losses([batch]))
+        engine.backward(loss, num_losses=batch.target_tokens * dist.get_world_size(), last=True)
         engine.step()
 
     def save(step: int, *, in_background: bool) -> None:

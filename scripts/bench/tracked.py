@@ -1,7 +1,7 @@
 """Measures what the steps of an engine hold: the peak in bytes, phase by phase, split by what it is spent on.
 
     with tracking(engine.model, optimizer, device) as tracked:
-        loss_sum = engine.forward(batch)
+        loss_sum = next(engine.losses([batch]))
         tracked.end_phase("forward")
         ...
     tracked.peak_bytes, tracked.phases["forward"].at_peak

@@ -73,8 +73,8 @@ def train(kit: Kit, name: str) -> None:
     target_tokens = sum(batch.target_tokens for batch in batches) * int(os.environ.get("WORLD_SIZE", "1"))
     for step in range(STEPS):
         for number, batch in zip(range(ACCUMULATION), cycle(batches), strict=False):
-            loss = engine.forward(batch.to(kit.device))
-            engine.backward(loss, target_tokens=target_tokens, last=number == ACCUMULATION - 1)
+            loss = next(engine.losses([batch]))
+            engine.backward(loss, num_losses=target_tokens, last=number == ACCUMULATION - 1)
             left = gathered(engine.model, f"backward pass {number + 1} of step {step + 1}") | left
         engine.step()
         left = gathered(engine.model, f"step {step + 1}") | left

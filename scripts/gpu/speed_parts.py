@@ -176,8 +176,8 @@ def _run(kit: Kit, engine: Engine, steps: Sequence[Sequence[Batch]]) -> float:
 def _step(engine: Engine, batches: Sequence[Batch]) -> None:
     target_tokens = sum(batch.target_tokens for batch in batches)
     for number, batch in enumerate(batches, start=1):
-        loss = engine.forward(batch)
-        engine.backward(loss, target_tokens=target_tokens, last=number == len(batches))
+        loss = next(engine.losses([batch]))
+        engine.backward(loss, num_losses=target_tokens, last=number == len(batches))
     engine.step()
 
 
@@ -187,7 +187,7 @@ def _timed_step(kit: Kit, engine: Engine, batches: Sequence[Batch]) -> tuple[flo
     for number, batch in enumerate(batches, start=1):
         kit.wait()
         begin = time.perf_counter()
-        engine.backward(engine.forward(batch), target_tokens=target_tokens, last=number == len(batches))
+        engine.backward(next(engine.losses([batch])), num_losses=target_tokens, last=number == len(batches))
         kit.wait()
         times.append(time.perf_counter() - begin)
     begin = time.perf_counter()

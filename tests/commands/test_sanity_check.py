@@ -166,7 +166,7 @@ def test_an_unforeseen_error_fails_its_check_and_memory_has_its_exit_code(monkey
     def runs_out(*_: object) -> None:
         raise torch.OutOfMemoryError("no 3 GB left")
 
-    monkeypatch.setattr(sanity_check, "packed_forward", runs_out)
+    monkeypatch.setattr(sanity_check, "run_packed", runs_out)
     monkeypatch.setattr(sanity_check, "PROMPT", None)
     findings, error = check_config(tiny())
     assert failed(findings) == ["forward", "generation"]

@@ -46,7 +46,7 @@ data_of = partial(make_data, parts=(TOKENIZER, VOCABULARY))
 
 
 def maker_of(**fields: Any) -> PairMaker:
-    return PairMaker(sft_config("", **fields).data, TOKENIZER, VOCABULARY)
+    return PairMaker(sft_config("", **fields).data, 0, TOKENIZER, VOCABULARY)
 
 
 def texts_of(maker: PairMaker, record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -58,7 +58,7 @@ def texts_of(maker: PairMaker, record: dict[str, Any]) -> list[tuple[str, str]]:
 def test_a_bos_alone_is_an_empty_input() -> None:
     target = np.array([7, VOCABULARY.eos_id])
     for bos, empty, full in ((None, [], [7]), (5, [5], [5, 7])):
-        maker = PairMaker(sft_config("").data, TOKENIZER, replace(VOCABULARY, bos_id=bos))
+        maker = PairMaker(sft_config("").data, 0, TOKENIZER, replace(VOCABULARY, bos_id=bos))
         pairs = [(np.array(source, dtype=int), target) for source in (empty, full)]
         assert [holds for _, holds in maker.checked(pairs, "row")] == [False, True]
 
@@ -186,7 +186,7 @@ def test_a_conversation_goes_through_the_chat_template() -> None:
     assert (encoder_ids == VOCABULARY.eos_id).sum() == 3  # those of the template, not the user's
     bare, _ = byte_tokenizer()
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
-        PairMaker(sft_config("").data, bare, VOCABULARY).read(Document("k", "", record=record))
+        PairMaker(sft_config("").data, 0, bare, VOCABULARY).read(Document("k", "", record=record))
 
 
 def test_of_every_turn_those_that_nothing_can_be_learnt_from_are_passed_over() -> None:

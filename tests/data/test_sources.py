@@ -32,7 +32,8 @@ from ds_encdec.data.sources.builtin_corpus import RandomIds, builtin_documents
 from ds_encdec.data.sources.local_files import TEXT_PIECE_BYTES, JsonLines, TextFiles, expand_files
 from ds_encdec.data.sources.sources import StreamSource
 from ds_encdec.data.sources.tables import HubStream, HubTable, ParquetFiles, open_hub_data
-from ds_encdec.engine.sharded_engine import split_by_denoiser
+from ds_encdec.model.modeling import PackedLossOutput
+from ds_encdec.objectives.tokens import split_by_task
 from ds_encdec.registry.denoisers import DENOISERS, Denoiser
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES, SourceKind
 from ds_encdec.training.absent import look_here
@@ -302,6 +303,6 @@ def test_a_denoiser_and_a_kind_of_source_are_a_row_each(monkeypatch: pytest.Monk
     batch = next(data.loader)[0]
     assert {*batch.documents} <= {f"numbered/{index}" for index in range(60)}
     losses = (batch.labels != -100).float()
-    split = split_by_denoiser(losses.sum(), losses, batch)
-    assert split.tokens_by_denoiser[len(names)] == (batch.denoiser_ids == len(names)).sum() > 0
+    split = split_by_task(PackedLossOutput(losses.sum(), losses), batch)
+    assert split.counts[len(names)] == (batch.denoiser_ids == len(names)).sum() > 0
     assert data.fingerprint["data.ul2_task_weights"] == list(weights)

@@ -140,19 +140,19 @@ def trajectory(steps: int, layers: str | None = None, **overrides: Any) -> dict[
     config = run_config(**overrides)
     engine = make_engine(config, model=model_of(config, layers))
     held_out = random_batch(10_000, MODEL.vocab_size)
-    before = engine.evaluate(held_out)
+    before = next(engine.evaluate([held_out]))
     graphs, trained = [], []
     for step in range(steps):
         trained.append(train_step(engine, step))
         graphs.append(counters["stats"]["unique_graphs"])
-    after = engine.evaluate(held_out)
+    after = next(engine.evaluate([held_out]))
     result = {
         "digests": [engine.replica_digest()],
         "steps": trained,
         "graphs": graphs,
         "eval": [float(before.total), float(after.total)],
-        "by_denoiser": after.by_denoiser,
-        "tokens_by_denoiser": after.tokens_by_denoiser,
+        "sums": after.sums,
+        "counts": after.counts,
         "loss_dtype": str(after.total.dtype),
         "weights": full_weights(engine),
         "merged": {name: parameter.clone() for name, parameter in engine.full_parameters()},
@@ -354,7 +354,7 @@ def own_batches() -> list[Batch]:
 def accumulate(engine: Any, batches: list[Batch], target_tokens: int = 100) -> None:
     """The forward and backward passes of a step, without reading anything."""
     for index, batch in enumerate(batches):
-        engine.backward(engine.forward(batch), target_tokens=target_tokens, last=index == len(batches) - 1)
+        engine.backward(next(engine.losses([batch])), num_losses=target_tokens, last=index == len(batches) - 1)
 
 
 def waits(**overrides: Any) -> dict[str, int]:
@@ -366,7 +366,7 @@ def waits(**overrides: Any) -> dict[str, int]:
     with device_waits() as counted:
         accumulate(engine, batches)
         engine.step()
-        engine.evaluate(batches[0])
+        next(engine.evaluate([batches[0]]))
     engine.close()
     return {name: count for name, count in counted.items() if count}
 

@@ -157,11 +157,11 @@ def train_on(
     `poison` makes infinite for the engine, with the gradients that they have."""
     total = 0.0
     for index, batch in enumerate(mine):
-        loss = engine.forward(batch)
+        loss = next(engine.losses([batch]))
         total += float(loss.total.detach())
         if poison:
-            loss = LossSum(loss.total + float("inf"), loss.by_denoiser, loss.tokens_by_denoiser)
-        engine.backward(loss, target_tokens=target_tokens, last=index == len(mine) - 1)
+            loss = LossSum(loss.total + float("inf"), loss.sums, loss.counts)
+        engine.backward(loss, num_losses=target_tokens, last=index == len(mine) - 1)
     return total, engine.step(veto)
 
 

@@ -45,9 +45,9 @@ from ds_encdec.base.types import MOMENTS, SavedState, StepResult, is_hidden_matr
 from ds_encdec.checkpoint.saved_state import DcpState
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.engine.protocol import DCP_FOLDER, read_record
-from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import is_adapter, parameter_shapes, trained_shapes
+from ds_encdec.objectives.tokens import packed_forward
 from ds_encdec.registry.engines import EngineName
 
 pytestmark = pytest.mark.distributed

@@ -121,13 +121,13 @@ def measure(engine: EngineName, case: str) -> dict[str, int]:
 
 def tracked_step(engine: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     with tracking(engine.model, optimizer, CPU) as tracked:
-        engine.backward(engine.forward(batch()), target_tokens=TOKENS, last=False)
+        engine.backward(next(engine.losses([batch()])), num_losses=TOKENS, last=False)
         tracked.end_phase("earlier")
         gc.collect()
-        loss = engine.forward(batch())
+        loss = next(engine.losses([batch()]))
         gc.collect()
         tracked.end_phase("forward")
-        engine.backward(loss, target_tokens=TOKENS, last=True)
+        engine.backward(loss, num_losses=TOKENS, last=True)
         del loss
         gc.collect()
         tracked.end_phase("backward")

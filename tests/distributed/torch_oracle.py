@@ -8,7 +8,7 @@ schedule.
 import functools
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.registry.objectives import TASKS
+from ds_encdec.registry.objectives import COLUMNS
 
 
 def _rounded(weights: WeightSource) -> WeightSource:
@@ -109,10 +109,12 @@ class TorchOracle:
             group["eps"] = training.adam_epsilon
             group["weight_decay"] = training.weight_decay if group["weight_decay"] else 0.0
 
-    def forward(self, batch: Batch) -> LossSum:
+    def losses(self, batches: Sequence[Batch]) -> Iterator[LossSum]:
         self.model.train()
-        with masks_of(batch, self.training.seed):
-            return self._loss(batch)
+        for batch in batches:
+            with masks_of(batch, self.training.seed):
+                loss = self._loss(batch)
+            yield loss
 
     def _loss(self, batch: Batch) -> LossSum:
         output = self.model(
@@ -121,15 +123,15 @@ class TorchOracle:
             labels=batch.labels,
             packing=layout_of(batch),
         )
-        by_denoiser, tokens = torch.zeros(len(TASKS)), torch.zeros(len(TASKS))
+        sums, counts = torch.zeros(2, len(COLUMNS))
         for index, label in enumerate(batch.labels.tolist()):
             if label != -100:
-                by_denoiser[batch.denoiser_ids[index]] += output.token_losses[index]
-                tokens[batch.denoiser_ids[index]] += 1
-        return LossSum(output.loss, by_denoiser, tokens)
+                sums[batch.denoiser_ids[index]] += output.token_losses[index]
+                counts[batch.denoiser_ids[index]] += 1
+        return LossSum(output.loss, sums, counts)
 
-    def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
-        (loss_sum.total / max(target_tokens, 1)).backward()
+    def backward(self, loss_sum: LossSum, *, num_losses: int, last: bool) -> None:
+        (loss_sum.total / max(num_losses, 1)).backward()
 
     def step(self, veto: Veto | None = None) -> StepResult:
         rate = learning_rate(self.applied_steps, self.training)
@@ -213,9 +215,9 @@ def assert_trained_like(found: dict[str, Any], oracle: dict[str, Any], norm: flo
 
 def assert_evaluated_like(found: dict[str, Any], oracle: dict[str, Any]) -> None:
     assert found["eval"] == pytest.approx(oracle["eval"], rel=1e-5)
-    torch.testing.assert_close(found["by_denoiser"], oracle["after"].by_denoiser, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found["tokens_by_denoiser"], oracle["after"].tokens_by_denoiser)
-    assert float(found["by_denoiser"].sum()) == pytest.approx(found["eval"][1], rel=1e-6)
+    torch.testing.assert_close(found["sums"], oracle["after"].sums, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found["counts"], oracle["after"].counts)
+    assert float(found["sums"].sum()) == pytest.approx(found["eval"][1], rel=1e-6)
 
 
 def assert_weights_of(found: dict[str, Any], oracle: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from ds_encdec.evaluate.in_training import SHOWN_SAMPLES, Judge, evaluate, figur
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import Heartbeat
 from ds_encdec.registry import text_metrics
-from ds_encdec.registry.objectives import TASKS
+from ds_encdec.registry.objectives import COLUMNS
 
 
 class OneOfTwo(HostCollectives):
@@ -51,10 +51,12 @@ def config_of(**training: Any) -> FullConfig:
 
 
 def test_losses_are_those_of_all_ranks() -> None:
-    mine, theirs = torch.zeros(2, 2, len(TASKS), dtype=torch.float64)
+    mine, theirs = torch.zeros(2, 2, len(COLUMNS), dtype=torch.float64)
     mine[:, 0], theirs[:, 0] = torch.tensor([6.0, 2.0]), torch.tensor([3.0, 7.0])  # nats, tokens
-    engine: Any = SimpleNamespace(device=torch.device("cpu"), evaluate=lambda batch: LossSum(mine[0, 0], *mine))
-    batch: Any = SimpleNamespace(to=lambda device: None)
+    engine: Any = SimpleNamespace(
+        device=torch.device("cpu"), evaluate=lambda batches: [LossSum(mine[0, 0], *mine) for _ in batches]
+    )
+    batch: Any = None
     for rank in (0, 1):
         figures = evaluate(engine, {"": lambda: [batch]}, OneOfTwo(rank, theirs), Heartbeat())
         assert figures["eval/loss"] == 1.0

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from ds_encdec.launch.preemption import SAME_CTRL_C_SECONDS, StopRequest
 from ds_encdec.training import build
 
 _next_step = LaneLoader.__next__
-_forward = sharded_engine.packed_forward
+_losses = sharded_engine.ShardedEngine.losses
 _steps_read = 0
 _before_reading: list[Callable[[LaneLoader, int], None]] = []
 at_the_end: list[Callable[[], None]] = []
@@ -52,25 +52,25 @@ _ballast: list[torch.Tensor] = []
 def apply(faults: list[dict[str, Any]], rank: int) -> None:
     if faults:
         LaneLoader.__next__ = _read  # type: ignore[method-assign]
-        sharded_engine.packed_forward = _run
+        sharded_engine.ShardedEngine.losses = _run  # type: ignore[method-assign]
     for fault in faults:
         globals()[fault["kind"]](rank, **{name: value for name, value in fault.items() if name != "kind"})
 
 
 def nan_loss(rank: int, *, at: int, on_rank: int) -> None:
-    _on_loss(rank == on_rank, at, lambda loss: _with_total(loss, loss.total * torch.nan, loss.by_denoiser * torch.nan))
+    _on_loss(rank == on_rank, at, lambda loss: _with_total(loss, loss.total * torch.nan, loss.sums * torch.nan))
 
 
 def infinite_loss(rank: int, *, at: int, on_rank: int) -> None:
     """The loss of data step `at` is infinite on one rank; its gradients are what they were."""
-    _on_loss(rank == on_rank, at, lambda loss: _with_total(loss, loss.total + torch.inf, loss.by_denoiser + torch.inf))
+    _on_loss(rank == on_rank, at, lambda loss: _with_total(loss, loss.total + torch.inf, loss.sums + torch.inf))
 
 
 def nan_evaluation(rank: int, *, on_rank: int, first: int, last: int) -> None:
     """Losses of held-out batches are NaN on one rank, once data step `first` and no later one than `last` is read."""
 
     def spoiled(loss: LossSum) -> LossSum:
-        return _with_total(loss, loss.total, loss.by_denoiser * torch.nan) if first <= _steps_read <= last else loss
+        return _with_total(loss, loss.total, loss.sums * torch.nan) if first <= _steps_read <= last else loss
 
     if rank == on_rank:
         _changes_of_evaluation.append(spoiled)
@@ -78,7 +78,7 @@ def nan_evaluation(rank: int, *, on_rank: int, first: int, last: int) -> None:
 
 def gradient_spike(rank: int, *, at: int, factor: float) -> None:
     """The gradients, not the loss, of data step `at` are `factor` times too large."""
-    _on_loss(True, at, lambda loss: _with_total(loss, loss.total * factor, loss.by_denoiser))
+    _on_loss(True, at, lambda loss: _with_total(loss, loss.total * factor, loss.sums))
 
 
 def bad_data(rank: int, *, at: int, until: int) -> None:
@@ -422,8 +422,8 @@ def _act_on_loss(here: bool, at: int, act: Callable[[], object]) -> None:
     _on_loss(here, at, change)
 
 
-def _with_total(loss: LossSum, total: torch.Tensor, by_denoiser: torch.Tensor) -> LossSum:
-    return dataclasses.replace(loss, total=total, by_denoiser=by_denoiser)
+def _with_total(loss: LossSum, total: torch.Tensor, sums: torch.Tensor) -> LossSum:
+    return dataclasses.replace(loss, total=total, sums=sums)
 
 
 def signal_all(rank: int, *, signals: list[str], at: int) -> None:
@@ -529,8 +529,8 @@ def _read(loader: LaneLoader) -> list[Batch]:
     return batches
 
 
-def _run(model: torch.nn.Module, batch: Batch) -> LossSum:
-    loss = _forward(model, batch)
-    for change in _changes_of_loss if torch.is_grad_enabled() else _changes_of_evaluation:
-        loss = change(loss)
-    return loss
+def _run(engine: sharded_engine.ShardedEngine, batches: Sequence[Batch]) -> Iterator[LossSum]:
+    for loss in _losses(engine, batches):
+        for change in _changes_of_loss if torch.is_grad_enabled() else _changes_of_evaluation:
+            loss = change(loss)
+        yield loss

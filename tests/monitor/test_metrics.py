@@ -23,11 +23,11 @@ from ds_encdec.monitor.metrics import (
     train_metrics,
 )
 from ds_encdec.registry.denoisers import DENOISERS
-from ds_encdec.registry.objectives import TASKS
+from ds_encdec.registry.objectives import COLUMNS
 
 
 def loss_sum(*by_denoiser: float, tokens: tuple[float, ...] = (10, 0, 0, 0, 30)) -> LossSum:
-    losses, counts = (torch.tensor([*values, 0.0]) for values in (by_denoiser, tokens))  # none of SFT
+    losses, counts = (torch.tensor([*values, *[0.0] * (len(COLUMNS) - 5)]) for values in (by_denoiser, tokens))
     return LossSum(losses.sum(), losses, counts)
 
 
@@ -36,7 +36,7 @@ def step_result(norm: float = 1.0, *, applied: bool = True, learning_rate: float
 
 
 def named(*values: float) -> dict[str, float]:
-    return dict(zip(TASKS, (*values, 0.0), strict=True))
+    return dict.fromkeys(COLUMNS, 0.0) | dict(zip(COLUMNS, values, strict=False))
 
 
 def record(**changes: object) -> StepRecord:
@@ -46,9 +46,9 @@ def record(**changes: object) -> StepRecord:
         "applied": True,
         "learning_rate": 1e-3,
         "grad_norm": 1.0,
-        "loss_sums": named(20.0, 0.0, 0.0, 0.0, 90.0),
-        "target_tokens": named(10, 0, 0, 0, 30),
-        "encoder_tokens": 25,
+        "sums": named(20.0, 0.0, 0.0, 0.0, 90.0),
+        "counts": named(10, 0, 0, 0, 30),
+        "tokens": 65,
     }
     return StepRecord(**(values | changes))  # type: ignore[arg-type]
 
@@ -68,26 +68,26 @@ def test_window_keeps_only_the_last_values() -> None:
 
 def test_step_loss_is_sum_over_tokens_not_mean_of_means() -> None:
     accumulator = StepAccumulator(torch.device("cpu"))
-    accumulator.add(loss_sum(20, 0, 0, 0, 90), encoder_tokens=7)
-    accumulator.add(loss_sum(0, 0, 0, 0, 5, tokens=(0, 0, 0, 0, 1)), encoder_tokens=5)
+    accumulator.add(loss_sum(20, 0, 0, 0, 90), tokens=47)
+    accumulator.add(loss_sum(0, 0, 0, 0, 5, tokens=(0, 0, 0, 0, 1)), tokens=6)
     accumulator.end_step(step_result(2.5), global_step=4, data_step=6)
     (step,) = accumulator.take()
-    assert step.loss_sums == named(20, 0, 0, 0, 95)
-    assert step.target_tokens == named(10, 0, 0, 0, 31)
+    assert step.sums == named(20, 0, 0, 0, 95)
+    assert step.counts == named(10, 0, 0, 0, 31)
     assert step.loss == 115 / 41
-    assert (step.tokens, step.encoder_tokens, step.grad_norm) == (53, 12, 2.5)
+    assert (step.tokens, step.grad_norm) == (53, 2.5)
     assert (step.global_step, step.data_step, step.applied) == (4, 6, True)
 
 
 def test_sums_do_not_lose_small_losses_beside_large_ones() -> None:
-    accumulator, losses = StepAccumulator(torch.device("cpu")), torch.ones(len(TASKS), requires_grad=True) * 2.0**24
-    accumulator.add(LossSum(losses.sum(), losses, torch.ones(len(TASKS))), encoder_tokens=1)
+    accumulator, losses = StepAccumulator(torch.device("cpu")), torch.ones(len(COLUMNS), requires_grad=True) * 2.0**24
+    accumulator.add(LossSum(losses.sum(), losses, torch.ones(len(COLUMNS))), tokens=1)
     with torch.no_grad():
         losses.zero_()
     for _ in range(3):
-        accumulator.add(loss_sum(0, 0, 0, 0, 1.0), encoder_tokens=0)
+        accumulator.add(loss_sum(0, 0, 0, 0, 1.0), tokens=0)
     accumulator.end_step(step_result(), global_step=1, data_step=1)
-    assert accumulator.take()[0].loss_sums == dict.fromkeys(TASKS, 2.0**24) | {"S": 2.0**24 + 3}
+    assert accumulator.take()[0].sums == dict.fromkeys(COLUMNS, 2.0**24) | {"S": 2.0**24 + 3}
 
 
 def test_interval_interrupted_by_a_checkpoint_gives_the_same_floats() -> None:
@@ -96,7 +96,7 @@ def test_interval_interrupted_by_a_checkpoint_gives_the_same_floats() -> None:
 
     def run(accumulator: StepAccumulator, first: int, last: int) -> None:
         for index in range(first, last):
-            accumulator.add(loss_sum(*steps[index].tolist()), encoder_tokens=index)
+            accumulator.add(loss_sum(*steps[index].tolist()), tokens=index)
             norm = math.inf if index == 1 else 0.1 * index
             accumulator.end_step(step_result(norm, applied=index != 1), global_step=index, data_step=index)
 
@@ -117,12 +117,10 @@ def test_interval_interrupted_by_a_checkpoint_gives_the_same_floats() -> None:
 
 def test_train_metrics_of_an_interval() -> None:
     second = record(
-        loss_sums=named(0, 4, 0, 0, 0), target_tokens=named(0, 4, 0, 0, 0), learning_rate=2e-3, grad_norm=3.0,
+        sums=named(0, 4, 0, 0, 0), counts=named(0, 4, 0, 0, 0), learning_rate=2e-3, grad_norm=3.0,
         extra={"train/clipped": 0.5, "train/rare": 4.0},
     )  # fmt: skip
-    skipped = record(
-        applied=False, loss_sums=named(*[math.nan] * 5), grad_norm=math.nan, extra={"train/clipped": math.nan}
-    )
+    skipped = record(applied=False, sums=named(*[math.nan] * 5), grad_norm=math.nan, extra={"train/clipped": math.nan})
     expected = {
         "train/loss": 114 / 44,
         "train/loss_R1": 2.0,
@@ -157,7 +155,7 @@ def test_a_step_is_the_sum_over_the_ranks_in_their_order(monkeypatch: pytest.Mon
         accumulator = StepAccumulator(torch.device("cpu"))
         for step, extra in ((1, {}), (2, {"train/extra": torch.tensor(1.0 + rank)})):
             tokens = (0, 0, 0, 0, 0) if (rank, step) == (1, 2) else (1, 0, 0, 0, 2)
-            accumulator.add(loss_sum(rank / 3, 0, 0, 0, step, tokens=tokens), encoder_tokens=10 * rank + step)
+            accumulator.add(loss_sum(rank / 3, 0, 0, 0, step, tokens=tokens), tokens=10 * rank + step)
             result = StepResult(True, torch.tensor(float(step)), 0.1, extra)
             accumulator.end_step(result, global_step=step, data_step=step)
         return accumulator.take()
@@ -170,9 +168,9 @@ def test_a_step_is_the_sum_over_the_ranks_in_their_order(monkeypatch: pytest.Mon
     first, second = take(rank=1)
     assert alone[0].encoder_tokens == 1
     assert (first.encoder_tokens, second.encoder_tokens) == (12, 14)
-    assert first.target_tokens == named(2, 0, 0, 0, 4)
-    assert second.target_tokens == named(1, 0, 0, 0, 2)
-    assert first.loss_sums == pytest.approx(named(1 / 3, 0, 0, 0, 2), rel=1e-7)
+    assert first.counts == named(2, 0, 0, 0, 4)
+    assert second.counts == named(1, 0, 0, 0, 2)
+    assert first.sums == pytest.approx(named(1 / 3, 0, 0, 0, 2), rel=1e-7)
     assert (first.grad_norm, second.grad_norm) == (1.0, 2.0)
     assert (first.extra, second.extra) == ({}, {"train/extra": 1.5})
 

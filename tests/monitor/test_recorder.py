@@ -17,6 +17,7 @@ from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import JsonlSink
+from ds_encdec.registry.objectives import COLUMNS
 
 TOKENS_PER_STEP = 30
 MEASURED = ("perf/", "mem/", "ckpt/", "health/slow", "health/late")
@@ -26,6 +27,10 @@ def batch() -> Batch:
     """Only its lengths are looked at."""
     nothing = torch.zeros(0)
     return Batch(*[nothing] * 8, encoder_lengths=(4, 6), decoder_lengths=(20,))  # type: ignore[arg-type]
+
+
+def columns(*values: float) -> torch.Tensor:
+    return torch.tensor([*values, *[0.0] * (len(COLUMNS) - len(values))])
 
 
 def make_recorder(path: Path, start_step: int, **settings: Any) -> Recorder:
@@ -48,8 +53,8 @@ def run(recorder: Recorder, first: int, last: int, *, every: int = 4) -> Trainin
     state = TrainingState(global_step=first, data_step=first)
     for step in range(first + 1, last + 1):
         with recorder.clock.spent_on("data"):
-            losses = torch.tensor([step / 3, 0, 0, 0, 100 / step, 0])
-        recorder.add(LossSum(losses.sum(), losses, torch.tensor([5.0, 0, 0, 0, 15.0, 0])), batch())
+            losses = columns(step / 3, 0, 0, 0, 100 / step)
+        recorder.add(LossSum(losses.sum(), losses, columns(5.0, 0, 0, 0, 15.0)), batch())
         state = dataclasses.replace(state, global_step=step, data_step=step)
         recorder.end_step(state, StepResult(True, torch.tensor(0.5), 1e-3))
         if step % every == 0:
@@ -116,9 +121,7 @@ def test_saves_and_what_the_engine_holds_come_with_the_next_line_only_or_at_the_
 
 def step(recorder: Recorder, state: TrainingState, loss: float, norm: float = 0.5) -> TrainingState:
     """One step of one target token, skipped if the recorder wants it."""
-    recorder.add(
-        LossSum(torch.tensor(loss), torch.tensor([loss, 0, 0, 0, 0, 0]), torch.tensor([1.0, 0, 0, 0, 0, 0])), batch()
-    )
+    recorder.add(LossSum(torch.tensor(loss), columns(loss), columns(1.0)), batch())
     skipped = not math.isfinite(norm) or (recorder.veto is not None and recorder.veto(torch.tensor(norm)))
     state = dataclasses.replace(state, global_step=state.global_step + (not skipped), data_step=state.data_step + 1)
     recorder.end_step(state, StepResult(not skipped, torch.tensor(norm), 0.0))
@@ -157,7 +160,7 @@ def test_actions_follow_the_answers(tmp_path: Path, answers: dict[str, Any], exp
 
 def test_a_step_without_targets_is_no_trouble(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path / "metrics.jsonl", 0, on_non_finite="stop", on_grad_explosion="skip_step")
-    nothing = torch.zeros(6)
+    nothing = columns()
     recorder.add(LossSum(nothing.sum(), nothing, nothing), batch())
     assert recorder.veto is not None
     assert not recorder.veto(torch.tensor(0.0))

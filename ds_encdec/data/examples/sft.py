@@ -98,7 +98,9 @@ class PairMaker(ExampleMaker):
 
     tokenize: TextTokenizer
 
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, data: DataConfig, _seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+    ) -> None:
         self.data, self.vocabulary = data, vocabulary
         self.tokenize = TextTokenizer(tokenizer.backend_tokenizer)
         self.chat = ChatTemplate.of(tokenizer)

@@ -1,7 +1,7 @@
 """The DeepSpeed engine: ZeRO 0 to 3 with optimizer and parameter offload, behind `protocol.Engine`.
 
-DeepSpeed averages gradients over ranks, so the loss *sum* of a micro-batch is multiplied by world size / target tokens
-of the whole step, and `scale_wrt_gas=False` turns DeepSpeed's division by the accumulation steps off. DeepSpeed's
+DeepSpeed averages gradients over ranks, so the loss *sum* of a micro-batch is multiplied by world size / losses of the
+whole step, and `scale_wrt_gas=False` turns DeepSpeed's division by the accumulation steps off. DeepSpeed's
 checkpoint files are collected inside its `save_checkpoint`, which ends with a barrier, and written later: no rank waits
 for another while it writes. docs/engine.md lists them."""
 
@@ -119,9 +119,9 @@ class DeepSpeedEngine(ShardedEngine):
         self._gate = step_gate(self._engine, self._undo)
         wait_on_the_device(self._engine, self._undo)
 
-    def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
+    def backward(self, loss_sum: LossSum, *, num_losses: int, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(self._scaled_loss(loss_sum, target_tokens), scale_wrt_gas=False)
+        self._engine.backward(self._scaled_loss(loss_sum, num_losses), scale_wrt_gas=False)
 
     def step(self, veto: Veto | None = None) -> StepResult:
         rate = float(self._engine.get_lr()[0])

@@ -99,15 +99,15 @@ def measure(task: ProbeTask) -> Outcome:
         engine = create_engine(config, context, model, zero_weights(model), accumulation)
         batch = full_batch(config, config.training.micro_batch_size, model.vocab_size)
         micro_batches = min(accumulation, MICRO_BATCHES)
-        target_tokens = batch.target_tokens * micro_batches * task.world.world_size
+        num_losses = batch.num_losses * micro_batches * task.world.world_size
         for _ in range(STEPS):
-            for number in range(1, micro_batches + 1):
-                engine.backward(engine.forward(batch), target_tokens=target_tokens, last=number == micro_batches)
+            for number, loss in enumerate(engine.losses([batch] * micro_batches), start=1):
+                engine.backward(loss, num_losses=num_losses, last=number == micro_batches)
             if not engine.step().applied:
                 raise DsEncDecError("a step of the probe was skipped, so that the optimizer has no states")
         if config.training.eval_samples:
             where = "in an evaluation (training.per_device_eval_batch_size): "
-            engine.evaluate(full_batch(config, config.training.per_device_eval_batch_size, model.vocab_size))
+            list(engine.evaluate([full_batch(config, config.training.per_device_eval_batch_size, model.vocab_size)]))
         if device.type == "cpu":
             return Outcome(fits=True, peak_bytes=peak_host_bytes())
         # With the context and the buffers that torch does not count.
