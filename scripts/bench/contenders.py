@@ -35,10 +35,11 @@ from ds_encdec.data.examples.chunks import Chunker
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.engine.deepspeed.json import render_deepspeed_json
-from ds_encdec.engine.sharded_engine import packed_forward, parameter_groups
+from ds_encdec.engine.sharded_engine import parameter_groups
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
+from ds_encdec.objectives.tokens import packed_forward
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
 SENTINELS = 32

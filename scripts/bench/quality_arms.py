@@ -25,11 +25,11 @@ from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shares import Budgets
 from ds_encdec.data.build import build_data
 from ds_encdec.data.loader import collate
-from ds_encdec.engine.sharded_engine import layout_of
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.source import resolve_model
 from ds_encdec.model.weights import random_weights
+from ds_encdec.objectives.protocol import layout_of
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.tokenizer.load import load_tokenizer
 

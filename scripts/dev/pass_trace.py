@@ -26,13 +26,14 @@ from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
 from ds_encdec.base.types import Batch
-from ds_encdec.engine.sharded_engine import compute_dtype, draws_masks, packed_forward, regularize
+from ds_encdec.engine.sharded_engine import compute_dtype, draws_masks, regularize
 from ds_encdec.memory.job import Job
 from ds_encdec.model import attention_kernels, loss, loss_kernel, modeling, precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import form_of
 from ds_encdec.model.lora import choose_trained
+from ds_encdec.objectives.tokens import packed_forward
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from tracked import StorageLog, storages_of

@@ -10,8 +10,8 @@ from kit import SHORT, Kit, relative_error, run_config, web_like_batches
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_encdec.engine.sharded_engine import layout_of
 from ds_encdec.model.loss import linear_cross_entropy, passes_trial
+from ds_encdec.objectives.protocol import layout_of
 
 ATTENTION_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 LOSS_BOUNDS = {torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}

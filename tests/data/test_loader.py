@@ -319,7 +319,7 @@ def test_an_id_that_the_tokenizer_does_not_have_reaches_no_model(
     make_data(json_config(path), evaluation_cache=folder)
     (cached,) = folder.iterdir()
     rows = json.loads(cached.read_text())["examples"]
-    rows[3][side == "decoder_ids"][0] = wrong
+    rows[3][0][0][side == "decoder_ids"][0] = wrong
     cached.write_text(json.dumps({"digest": digest(rows), "examples": rows}))
     with pytest.raises(DataError, match=rf"data.dataset_name: document a.jsonl:\d+ has the token id {wrong}, "):
         make_data(json_config(path), evaluation_cache=folder)

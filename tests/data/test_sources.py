@@ -33,8 +33,10 @@ from ds_encdec.data.sources.local_files import TEXT_PIECE_BYTES, JsonLines, Text
 from ds_encdec.data.sources.sources import StreamSource
 from ds_encdec.data.sources.tables import HubStream, HubTable, ParquetFiles, open_hub_data
 from ds_encdec.model.modeling import PackedLossOutput
+from ds_encdec.objectives import tokens
 from ds_encdec.objectives.tokens import split_by_task
 from ds_encdec.registry.denoisers import DENOISERS, Denoiser
+from ds_encdec.registry.objectives import TASKS, Task
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES, SourceKind
 from ds_encdec.training.absent import look_here
 
@@ -290,6 +292,8 @@ def test_a_denoiser_and_a_kind_of_source_are_a_row_each(monkeypatch: pytest.Monk
     names = list(DENOISERS)
     config = make_config(dataset_name="numbered")
     monkeypatch.setitem(DENOISERS, "R3", Denoiser(mean_span=6, density=0.3, weight=9))
+    monkeypatch.setitem(TASKS, "R3", Task())
+    monkeypatch.setattr(tokens, "COLUMNS", (*TASKS,))
     weights = tuple(row.weight for row in DENOISERS.values())
     config = config.model_copy(update={"data": config.data.model_copy(update={"ul2_task_weights": weights})})
     tokenizer, _ = byte_tokenizer()
@@ -304,5 +308,6 @@ def test_a_denoiser_and_a_kind_of_source_are_a_row_each(monkeypatch: pytest.Monk
     assert {*batch.documents} <= {f"numbered/{index}" for index in range(60)}
     losses = (batch.labels != -100).float()
     split = split_by_task(PackedLossOutput(losses.sum(), losses), batch)
-    assert split.counts[len(names)] == (batch.denoiser_ids == len(names)).sum() > 0
+    number = list(TASKS).index("R3")
+    assert split.counts[number] == (batch.denoiser_ids == number).sum() > 0
     assert data.fingerprint["data.ul2_task_weights"] == list(weights)

@@ -22,11 +22,12 @@ from ds_encdec.base.types import Batch, LossSum, StepResult, WeightSource
 from ds_encdec.config.schedules import learning_rate
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Veto
-from ds_encdec.engine.sharded_engine import layout_of, masks_of, regularize
+from ds_encdec.engine.sharded_engine import masks_of, regularize
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.objectives.protocol import layout_of
 from ds_encdec.registry.objectives import COLUMNS
 
 

@@ -166,8 +166,8 @@ def test_a_step_is_the_sum_over_the_ranks_in_their_order(monkeypatch: pytest.Mon
     take(rank=0)
     monkeypatch.setattr(metrics, "_gather", lambda row: [*rows, row])
     first, second = take(rank=1)
-    assert alone[0].encoder_tokens == 1
-    assert (first.encoder_tokens, second.encoder_tokens) == (12, 14)
+    assert alone[0].tokens == 1
+    assert (first.tokens, second.tokens) == (12, 14)
     assert first.counts == named(2, 0, 0, 0, 4)
     assert second.counts == named(1, 0, 0, 0, 2)
     assert first.sums == pytest.approx(named(1 / 3, 0, 0, 0, 2), rel=1e-7)
