@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.yaml.plain_files import open_plain, read_json
 from ds_encdec.registry.denoisers import DENOISERS
-from ds_encdec.registry.families import ACTIVATIONS, FAMILIES, OF_OUR_OWN, OWN, ROPE_KINDS, Family, unknown_family
+from ds_encdec.registry.families import (
+    ACTIVATIONS,
+    ENCODER_ALONE,
+    FAMILIES,
+    OF_OUR_OWN,
+    OWN,
+    ROPE_KINDS,
+    Family,
+    unknown_family,
+)
 
 if TYPE_CHECKING:  # `--help` does not wait for pydantic
     from ds_encdec.config.sections import Sections
@@ -62,7 +71,8 @@ def model_folder(name_or_path: str, files: Sequence[str] = MODEL_FILES, *, field
 
 def read_stored_model(file: Path) -> dict[str, Any]:
     """Return the fields of the `config.json` of a decoder that has a row in `FAMILIES`, or of an encoder-decoder made
-    here, and our own fields of its layers (`LAYER`). Fields that may be missing or written in two ways are normalized:
+    or encoder made here, and our own fields of its layers (`LAYER`). An encoder alone is a model of ours without
+    decoder layers. Fields that may be missing or written in two ways are normalized:
     the family's defaults, `num_key_value_heads`, `head_dim`, and `rope_parameters` with its `rope_theta`. Raises
     CheckpointError for an unreadable file, another model, and unsupported features."""
     try:
@@ -72,7 +82,8 @@ def read_stored_model(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
     require_recorded_code(file.parent, stored)
-    family = OWN if stored.get("model_type") == OF_OUR_OWN else FAMILIES.get(str(stored.get("model_type")))
+    is_ours = stored.get("model_type") in (OF_OUR_OWN, ENCODER_ALONE)
+    family = OWN if is_ours else FAMILIES.get(str(stored.get("model_type")))
     if family is None:
         raise CheckpointError(f"{file}: {unknown_family(stored)}")
     if how := stored.get("quantization_config") or stored.get("compression_config"):
@@ -101,6 +112,8 @@ def read_stored_model(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
     others = {name: value for name, value in stored.items() if name not in ("rope_scaling", "rope_theta")}
+    if stored["model_type"] == ENCODER_ALONE:
+        others |= {"num_encoder_layers": stored["num_hidden_layers"], "num_hidden_layers": 0, "model_type": OF_OUR_OWN}
     return others | layer | rope
 
 

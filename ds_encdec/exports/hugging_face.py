@@ -23,7 +23,7 @@ from ds_encdec.exports.model_card import model_card
 from ds_encdec.exports.model_code import write_code
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
-from ds_encdec.model.cross_attention import form_of
+from ds_encdec.model.cross_attention import encoder_norm
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
 from ds_encdec.model.weights import write_safetensors_folder
@@ -149,6 +149,7 @@ def _export_mean(
     saved = Checkpoint(newest, manifest)
     run = load_saved(newest / "config.yaml")
     forms = (saved.read_json("trainer.json").get("data") or {}).get("input_forms", ())  # of a run's own data
+    encoder_only = encoder_only or not config.num_hidden_layers
     made = Qwen3EncoderConfig.of(config) if encoder_only else config
     trained_by = {"code": manifest.code, "commit": manifest.commit}
     export_hf(
@@ -164,11 +165,8 @@ def _export_mean(
 
 
 def _of_encoder(weights: WeightSource, config: Qwen3Seq2SeqConfig) -> WeightSource:
-    """Return the weights of the encoder alone, whose final norm, if any, is the one that its last states are read
-    through: its own, or that of the last decoder layer."""
-    if not form_of(config).has_own_norm or config.norm_position != "before":
-        return weights
-    read = f"decoder.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    """Return the weights of the encoder alone."""
+    read = encoder_norm(config)
     return lambda name, rows=slice(None), /: weights(read if name == "encoder.norm.weight" else str(name), rows)
 
 

@@ -26,6 +26,7 @@ from ds_encdec.memory.job import Job, Side, with_micro_batch
 from ds_encdec.memory.zero import zero_memory
 from ds_encdec.model.cross_attention import form_of
 from ds_encdec.registry.engines import ByEngine
+from ds_encdec.registry.objectives import OBJECTIVES
 
 # Driver, kernels and cuBLAS workspaces of a process on its GPU. Assumed, on the high side.
 CUDA_CONTEXT_BYTES = 0.6 * GIB
@@ -35,6 +36,7 @@ FRAGMENTATION = 0.03  # Share of allocated memory that the caching allocator hol
 RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.45 * GIB}
 DATA_WORKER_BYTES = 0.3 * GIB  # Resident memory of a data worker
 TABLE = Path(__file__).with_name("activations.json")
+ENCODER_FORMS = ("encoder", "encoder with head")  # in the table, of an encoder alone without a head, and with one
 _FLOAT32 = 4
 _HEAD_WEIGHT = "H*V"  # Product for the gradient of the output layer's weight
 # Both sides of a mean document of a micro-batch. Web-like documents have 945, and 585 in the worst of 300 batches.
@@ -135,7 +137,7 @@ class MicroBatch:
         self._symbols = {
             "E": job.encoder_tokens,
             "D": job.decoder_tokens,
-            "C": min(job.config.model.loss_chunk_tokens, job.decoder_tokens),
+            "C": min(job.config.model.loss_chunk_tokens, job.decoder_tokens or job.encoder_tokens),
             "m": encoder_length + decoder_length,
             "s": (min(ceil(documents), job.config.data.max_examples_per_micro_batch) + 1) * job.uses_flash,
             "H": sizes.hidden_size,
@@ -192,7 +194,7 @@ class MicroBatch:
         job, formulas = self._job, self._formulas(self._mode if recomputes else "none")
         # A tied head's gradient waits beside all layers; an untied one's is one of the engine's.
         without = "" if self._is_head_trained and job.sizes.tie_word_embeddings else _HEAD_WEIGHT
-        at_work: list[str] = formulas["last decoder" if is_last else side]
+        at_work: list[str] = formulas["last decoder" if is_last and side == "decoder" else side]
         kept, working = self._value(formulas["kept"][side]), self._worst(at_work, without)
         whole, norms = self._formulas("none"), f"kept {job.sizes.qk_norm} {job.sizes.norm_position}"
         fewer = self._value(whole["kept"][side]) - self._value(whole.get(norms, whole["kept"])[side])  # than Qwen3's
@@ -220,9 +222,11 @@ class MicroBatch:
 
     def _unread(self) -> float:
         """Return the bytes that the encoder's last norm does not keep if it and the embedding are frozen."""
+        if not self._has_frozen_encoder:
+            return 0.0
         head = self._formulas(self._mode)["head"][0]
         kept = self._value(head) - self._value(head, "E*H") - 2 * self._encoder_states  # of the embedding and the norm
-        return max(kept, 0.0) * self._has_frozen_encoder
+        return max(kept, 0.0)
 
     def _scores(self, side: Side) -> tuple[float, float]:
         """Return the bytes that attention without a flash kernel keeps, and those of its backward pass. Documents are
@@ -242,7 +246,7 @@ class MicroBatch:
         return kept, 3 * heads * queries * keys * _FLOAT32 + (tokens + 2 * all_keys) * symbols["Q"] * dtype
 
     def _formulas(self, mode: str) -> dict[str, Any]:
-        return formulas_of(self._job.sizes.cross_attention, self._kind, mode)
+        return formulas_of(table_form(self._job), self._kind, mode)
 
     def _worst(self, formulas: list[str], without: str) -> Breakdown:
         moments = (
@@ -258,6 +262,12 @@ class MicroBatch:
             for times, product in _terms(formula, logits)
             if product != without
         )
+
+
+def table_form(job: Job) -> str:
+    """Return the name of the model's form in activations.json: its cross-attention, or that of an encoder alone."""
+    has_head = OBJECTIVES[job.config.data.objective].has_head
+    return job.sizes.cross_attention if job.sizes.num_hidden_layers else ENCODER_FORMS[has_head]
 
 
 @cache

@@ -17,7 +17,7 @@ from ds_encdec.config.shares import micro_batches_per_step, token_budgets
 from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.memory.breakdown import Count
-from ds_encdec.model.depth import form_fields, require_stored_form
+from ds_encdec.model.depth import encoder_fields, form_fields, require_stored_form
 from ds_encdec.model.parameter_count import (
     EMBEDDING_ROWS_MULTIPLE,
     ModelSizes,
@@ -60,13 +60,13 @@ class Sizes:
     @property
     def layers(self) -> list[tuple[Side, int]]:
         """Stack and place of all layers in the order of the forward pass: an encoder layer runs when the first decoder
-        layer reads the states behind it."""
+        layer reads the states behind it. An encoder alone has only its own."""
         order: list[tuple[Side, int]] = []
         done = 0
         for index, height in enumerate(self.heights):
             order += [*(("encoder", below) for below in range(done, height)), ("decoder", index)]
             done = height
-        return order
+        return order or [("encoder", index) for index in range(self.num_encoder_layers)]
 
     @property
     def heights(self) -> list[int]:
@@ -319,10 +319,13 @@ def _source_sizes(config: FullConfig) -> Source:
 
 
 def _formed(config: FullConfig, sizes: Sizes, stored: dict[str, Any] | None) -> Sizes:
+    objective = OBJECTIVES[config.data.objective]
+    sizes = sizes if objective.has_head else replace(sizes, tie_word_embeddings=True)
     if stored is not None:
-        require_stored_form(config.model, stored)
-        return sizes
-    made = form_fields(config.model, sizes.num_hidden_layers)
+        require_stored_form(config.model, stored, encoder_only=objective.encoder_only)
+        made = encoder_fields(stored) if objective.encoder_only else {}
+    else:
+        made = form_fields(config.model, sizes.num_hidden_layers, encoder_only=objective.encoder_only)
     return replace(sizes, **{name: value for name, value in made.items() if hasattr(sizes, name)})
 
 

@@ -63,6 +63,7 @@ def apply_activation_checkpointing(
     chosen: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=random, **chosen)
     lent: Seen | None = {} if form_of(model.config).is_aligned else None
+    last = [*model.encoder.layers, *model.decoder.layers][-1]
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
             assert isinstance(layer, Qwen3Layer)
@@ -72,7 +73,7 @@ def apply_activation_checkpointing(
             if compile_layers:
                 forward = compiled(forward, random=random)
             if offload:
-                forward = offloaded(forward, layer, lent, lends=layer is not model.decoder.layers[-1])
+                forward = offloaded(forward, layer, lent, lends=layer is not last)
             layer.forward = forward  # type: ignore[method-assign]
 
 

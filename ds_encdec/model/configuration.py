@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from .cross_attention import FORMS, POSITIONS, form_of
+from .cross_attention import FORMS, POSITIONS, encoder_form
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -41,13 +41,13 @@ ROPE_KINDS = ("default", "linear", "yarn", "llama3")
 class Qwen3Seq2SeqConfig(PretrainedConfig):
     """Sizes and form of a layer, the number of layers on either side, and the task's token ids; lengths are in tokens.
     `num_hidden_layers` counts decoder layers (generation and its cache use that name), `num_encoder_layers` encoder
-    layers, by default all that the decoder reads; both sides share every other size. `cross_attention` and
-    `encoder_positions` are names in cross_attention.py. `encoder_heights`, of the aligned form: for each decoder layer,
-    behind how many encoder layers it reads their states; ascending, and the last one is all of them. As in Qwen3,
-    `head_dim` is independent of the other sizes. `sentinel_token_ids` are the ids of `<extra_id_0>`, `<extra_id_1>`, …;
-    `mode_token_ids` those of the optional tokens that name a denoiser, in the order R1, R2, X1, X2, S.
-    `loss_chunk_tokens`: positions whose logits exist at one time in the packed training form. `use_flash_attention`:
-    allow variable-length flash kernels there on CUDA.
+    layers, by default all that the decoder reads; both sides share every other size. Without decoder layers it is an
+    encoder alone. `cross_attention` and `encoder_positions` are names in cross_attention.py. `encoder_heights`, of the
+    aligned form: for each decoder layer, behind how many encoder layers it reads their states; ascending, and the last
+    one is all of them. As in Qwen3, `head_dim` is independent of the other sizes. `sentinel_token_ids` are the ids of
+    `<extra_id_0>`, `<extra_id_1>`, …; `mode_token_ids` those of the optional tokens that name a denoiser, in the order
+    R1, R2, X1, X2, S. `loss_chunk_tokens`: positions whose logits exist at one time in the packed training form.
+    `use_flash_attention`: allow variable-length flash kernels there on CUDA.
 
     A layer is Qwen3's unless its fields differ. `qk_norm`: RMSNorm on each query and key head ("head"), over all heads
     at once ("all"), or "none". `norm_position`: of the norms, "before" attention and MLP, or "after" them.
@@ -114,10 +114,8 @@ class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
 
     @classmethod
     def of(cls, config: Qwen3Seq2SeqConfig) -> "Qwen3EncoderConfig":
-        """Return the configuration of the encoder of `config`. It has a final norm unless decoder layers, without an
-        input norm, read its states as they are."""
+        """Return the configuration of the encoder of `config`; see `encoder_form`."""
         others = ("model_type", "num_encoder_layers", "cross_attention", "encoder_positions", "encoder_heights")
         fields = {name: value for name, value in config.to_dict().items() if name not in others}
-        is_raw = form_of(config).has_own_norm and config.norm_position != "before"
-        form = {"cross_attention": "renormed" if is_raw else "final"}
+        form = {"cross_attention": encoder_form(config)}
         return cls(**fields | form | {"num_hidden_layers": config.num_encoder_layers})

@@ -45,6 +45,21 @@ POSITIONS = {  # and what they mean for what a decoder layer reads
 }
 
 
+def encoder_form(sizes: Any) -> str:
+    """Return the form of the encoder of a model with these sizes, alone: `final`, with a final norm, unless decoder
+    layers, without an input norm, read its states as they are."""
+    is_raw = form_of(sizes).has_own_norm and getattr(sizes, "norm_position", "before") != "before"
+    return "renormed" if is_raw else "final"
+
+
+def encoder_norm(sizes: Any) -> str:
+    """Return the parameter that is the final norm of the encoder of a model with these sizes: its own, if any, or that
+    of the last decoder layer, through which its last states are read."""
+    if encoder_form(sizes) == "renormed" or not form_of(sizes).has_own_norm:
+        return "encoder.norm.weight"
+    return f"decoder.layers.{sizes.num_hidden_layers - 1}.input_layernorm.weight"
+
+
 def form_of(sizes: Any) -> CrossAttention:
     """Return the form of a model with these sizes or this configuration; where they have none, it is `final`."""
     return FORMS[getattr(sizes, "cross_attention", "final")]

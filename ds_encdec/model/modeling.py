@@ -100,7 +100,7 @@ class Qwen3Decoder(Qwen3Stack):
     """Decoder layers and the final norm."""
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__(config, Qwen3DecoderLayer, config.num_hidden_layers, normed=True)
+        super().__init__(config, Qwen3DecoderLayer, config.num_hidden_layers, normed=config.num_hidden_layers > 0)
 
     def forward(
         self,
@@ -161,10 +161,12 @@ class LanguageModelHead(Linear):
 class PackedLossOutput(ModelOutput):
     """Loss of one packed micro-batch: `loss`, float32 scalar with gradient, the *sum* of the optimised losses over
     tokens, in nats; `token_losses`, plain cross-entropy, float32 [Td], 0 where the label is -100. They are detached,
-    unless the head is `per_token`: then they have the gradient, and `loss` is None."""
+    unless the head is `per_token`: then they have the gradient, and `loss` is None. Of an encoder alone without labels:
+    its `states` [Te, hidden], with gradient."""
 
     loss: Tensor | None = None
     token_losses: Tensor | None = None
+    states: Tensor | None = None
 
 
 class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
@@ -228,11 +230,12 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> PackedLossOutput | Seq2SeqLMOutput | tuple[Tensor, ...]:
         """Return the loss of a packed batch, with `packing`, or the logits of an ordinary one. Packed: input_ids int64
-        [Te], decoder_input_ids and labels int64 [Td] → `PackedLossOutput`. Ordinary: input_ids int64 [B, Le] (or
-        `inputs_embeds`, `encoder_outputs`), decoder_input_ids int64 [B, Ld] (or `decoder_inputs_embeds`, or labels
-        shifted right), masks [B, length], non-zero on real tokens → `Seq2SeqLMOutput` with logits [B, Ld, vocab] and,
-        for labels (-100: no loss), the mean token loss, which takes `kwargs`. transformers 5.24 calls `past_key_values`
-        `cache`. Raises TypeError for unknown arguments."""
+        [Te], decoder_input_ids and labels int64 [Td] → `PackedLossOutput`; an encoder alone takes labels [Te] of its
+        own positions, or none. Ordinary: input_ids int64 [B, Le] (or `inputs_embeds`, `encoder_outputs`),
+        decoder_input_ids int64 [B, Ld] (or `decoder_inputs_embeds`, or labels shifted right), masks [B, length],
+        non-zero on real tokens → `Seq2SeqLMOutput` with logits [B, Ld, vocab] and, for labels (-100: no loss), the mean
+        token loss, which takes `kwargs`. transformers 5.24 calls `past_key_values` `cache`. Raises TypeError for
+        unknown arguments."""
         for_loss = self._for_loss(kwargs)
         if packing is not None:
             return self._packed_loss(input_ids, decoder_input_ids, labels, packing)
@@ -318,7 +321,9 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
     def _packed_loss(
         self, input_ids: Tensor | None, decoder_input_ids: Tensor | None, labels: Tensor | None, packing: PackedLayout
     ) -> PackedLossOutput:
-        if input_ids is None or decoder_input_ids is None or labels is None:
+        is_alone = self.config.num_hidden_layers == 0
+        decoder_input_ids = input_ids[:0] if is_alone and input_ids is not None else decoder_input_ids
+        if input_ids is None or decoder_input_ids is None or (labels is None and not is_alone):
             raise ValueError("The packed form needs input_ids, decoder_input_ids and labels")
         dropout = self.attention_dropout if self.training else 0.0
         # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
@@ -328,7 +333,9 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         packing = replace(packing, kernel=kernel, dropout=dropout)
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
         states = self.encoder.states(encoder_embeds, layout=packing)
-        hidden_states = self.decoder(decoder_embeds, states, layout=packing)
+        hidden_states = last_of(states, None) if is_alone else self.decoder(decoder_embeds, states, layout=packing)
+        if labels is None:
+            return PackedLossOutput(states=hidden_states)
         return PackedLossOutput(*self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens))
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor | None) -> Tensor:

@@ -50,7 +50,7 @@ def parameter_shapes(sizes: ModelSizes) -> Shapes:
     for side, layers in (("encoder", num_encoder_layers(sizes)), ("decoder", sizes.num_hidden_layers)):
         for layer in range(layers):
             shapes |= {f"{side}.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
-        if side == "decoder" or not form_of(sizes).has_own_norm:
+        if layers if side == "decoder" else not form_of(sizes).has_own_norm:
             shapes[f"{side}.norm.weight"] = (hidden,)
     return shapes if sizes.tie_word_embeddings else shapes | {"lm_head.weight": shapes["shared.weight"]}
 

@@ -4,17 +4,19 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ds_encdec.base.types import CheckpointError, ConfigError, WeightSource
 from ds_encdec.config.schema import ModelConfig
 from ds_encdec.config.stored_model import COUNTS, model_folder, read_stored_model, too_few_rows, untrained_rows
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.cross_attention import form_of
-from ds_encdec.model.depth import depth_of, form_fields, require_stored_form
+from ds_encdec.model.cross_attention import encoder_norm, form_of
+from ds_encdec.model.depth import depth_of, encoder_fields, form_fields, require_stored_form
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
 from ds_encdec.model.weights import random_weights, stored_weights
 from ds_encdec.registry.families import FAMILIES, LAYER
+from ds_encdec.registry.objectives import OBJECTIVES, Objective
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
 # Fields of a decoder that ours has, too.
@@ -34,8 +36,11 @@ class ModelSource:
     description: str
 
 
-def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> ModelSource:
-    """Return the model of `section` for the token ids of `vocabulary`; download a hub model that is not cached.
+def resolve_model(
+    section: ModelConfig, vocabulary: Vocabulary, seed: int, objective: Objective = OBJECTIVES["ul2"]
+) -> ModelSource:
+    """Return the model of `section` for the token ids of `vocabulary`; download a hub model that is not cached. An
+    `objective` of an encoder takes that of an encoder-decoder, or makes one of a decoder's layers.
     Tensors' names and shapes are checked at once, weights are read later. Raises ConfigError for an impossible
     architecture, CheckpointError for a model that cannot be reached, read or used."""
     if (sizes := section.architecture) is not None:
@@ -44,7 +49,8 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
         rope = {"rope_type": "default", "rope_theta": sizes.rope_theta}
         try:
             fields = sizes.model_dump(exclude={"rope_theta"}) | {"rope_parameters": rope}
-            config = _config(section, fields | form_fields(section, sizes.num_hidden_layers), vocabulary)
+            made = form_fields(section, sizes.num_hidden_layers, encoder_only=objective.encoder_only)
+            config = _config(section, fields | made | _head(objective), vocabulary)
         except ValueError as error:
             raise ConfigError(f"model.architecture: {error}") from error
         origin = f"random weights (seed {seed}), {count_parameters(config):,} parameters"
@@ -52,12 +58,14 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
     folder = model_folder(str(section.model_name_or_path), field="model.model_name_or_path")
     stored = read_stored_model(folder / "config.json")
     if family := FAMILIES.get(stored["model_type"]):
-        origin = f"encoder and decoder from the decoder-only {family.title}"
+        sides = "encoder" if objective.encoder_only else "encoder and decoder"
+        origin = f"{sides} from the decoder-only {family.title}"
         fields = {name: stored[name] for name in _COPIED if name in stored}
         fields["tie_word_embeddings"] = stored.get("tie_word_embeddings", False)
-        fields |= form_fields(section, stored["num_hidden_layers"], stored["unrotated_layers"])
+        unrotated = stored["unrotated_layers"]
+        fields |= form_fields(section, stored["num_hidden_layers"], unrotated, encoder_only=objective.encoder_only)
     else:
-        require_stored_form(section, stored)
+        require_stored_form(section, stored, encoder_only=objective.encoder_only)
         known = {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
         if section.lora is not None and not known.issuperset((*vocabulary.sentinel_ids, *vocabulary.mode_token_ids)):
             # Their rows would be drawn and never trained, and peft, on the base as it is, would give other
@@ -66,9 +74,10 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
             lacks = untrained_rows(str(section.model_name_or_path), stored, asks_for_modes=asks_for_modes)
             raise ConfigError(f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {lacks}")
         fields = {name: stored[name] for name in stored.keys() - {"auto_map", "architectures", "dtype", "code_sha256"}}
-        origin = "the encoder-decoder"
+        fields |= encoder_fields(stored) if objective.encoder_only else {}
+        origin = "the encoder" if objective.encoder_only else "the encoder-decoder"
     try:
-        config = _config(section, fields, vocabulary)
+        config = _config(section, fields | _head(objective), vocabulary)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     weights = _weights_in(section, folder, stored, config, seed)
@@ -108,12 +117,19 @@ def _weights_in(
     section: ModelConfig, folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int
 ) -> WeightSource:
     family, added_ids = FAMILIES.get(stored["model_type"]), {*config.sentinel_token_ids, *config.mode_token_ids}
-    origin = None
+    origin, norm, encoder_only = None, "encoder.norm.weight", config.num_hidden_layers == 0
     if family is not None:
-        origin = family, depth_of(section, stored["num_hidden_layers"], form_of(config))
+        depth = depth_of(section, stored["num_hidden_layers"], form_of(config), encoder_only=encoder_only)
+        origin = family, depth
     else:
         added_ids -= {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
-    return stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, origin=origin)
+        norm = encoder_norm(SimpleNamespace(**stored)) if encoder_only else norm
+    rows = stored["vocab_size"]
+    return stored_weights(folder, config, added_ids, stored_rows=rows, seed=seed, origin=origin, encoder_norm=norm)
+
+
+def _head(objective: Objective) -> dict[str, Any]:
+    return {} if objective.has_head else {"tie_word_embeddings": True}  # no weights of its own
 
 
 @cache

@@ -81,12 +81,13 @@ def stored_weights(
     stored_rows: int,
     seed: int,
     origin: tuple[Family, Depth] | None = None,
+    encoder_norm: str = "encoder.norm.weight",
 ) -> WeightSource:
     """Return the parameters of `config`'s model from `folder`, in the dtype stored there. `stored_rows`: rows of the
     stored embedding (and of an untied head). Rows from there to `vocab_size`, and `added_ids`, are drawn with the mean
     and standard deviation of the trained ones. `origin`: the family of the decoder in the folder, and the layers to
-    take of it; None: the folder is one of our own. Checks names and shapes of all tensors now (CheckpointError), and
-    reads each tensor when it is used."""
+    take of it; None: the folder is one of our own, in which `encoder_norm` is the encoder's final norm. Checks names
+    and shapes of all tensors now (CheckpointError), and reads each tensor when it is used."""
     source = SafetensorsFolder(folder)
     # The trained rows are those below all new ones.
     total_rows = max(stored_rows, config.vocab_size)
@@ -97,7 +98,7 @@ def stored_weights(
         for name, shape in parameter_shapes(config).items()
     }
 
-    stored = _as_ours(source, shapes, origin)
+    stored = _as_ours(source, shapes, origin, encoder_norm)
 
     def extended(name: str, rows: slice = slice(None), /) -> Tensor:
         if name not in VOCABULARY_PARAMETERS or not len(new_rows):
@@ -204,13 +205,16 @@ class SafetensorsFolder:
 
 
 def _as_ours(
-    source: SafetensorsFolder, shapes: Mapping[str, tuple[int, ...]], origin: tuple[Family, Depth] | None
+    source: SafetensorsFolder,
+    shapes: Mapping[str, tuple[int, ...]],
+    origin: tuple[Family, Depth] | None,
+    encoder_norm: str,
 ) -> WeightSource:
     """Return our parameters of these `shapes`, each from its place among the tensors of `source`."""
 
     def place(name: str) -> tuple[str, int]:
         if origin is None:
-            return name, 0
+            return encoder_norm if name == "encoder.norm.weight" else name, 0
         (family, depth), side = origin, name.partition(".")[0]
         theirs, first_row = family.place(name, shapes)
         layers = {"encoder": depth.encoder, "decoder": depth.decoder}.get(side, ())
@@ -224,7 +228,7 @@ def _as_ours(
     source.check(expected)
     if origin is not None:
         source.refuse_others(expected, "model.layers.")
-        if "lm_head.weight" not in shapes:
+        if "lm_head.weight" not in shapes and "decoder.norm.weight" in shapes:  # an encoder may leave the head behind
             source.refuse_another_head(places["shared.weight"][0])
 
     def stored(name: str, rows: slice = slice(None), /) -> Tensor:

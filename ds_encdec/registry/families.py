@@ -113,6 +113,7 @@ FAMILIES: dict[str, Family] = {
 
 # An encoder-decoder made here.
 OF_OUR_OWN = "qwen3_seq2seq"
+ENCODER_ALONE = "qwen3_seq2seq_encoder"
 OWN = Family("encoder-decoder", reads=tuple(LAYER), defaults={"head_dim": 128, "max_position_embeddings": 40960})
 
 

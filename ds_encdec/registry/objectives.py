@@ -24,10 +24,12 @@ class Task:
 TASKS: dict[str, Task] = {
     **{name: Task(continues=row.mean_span is None) for name, row in DENOISERS.items()},
     "SFT": Task(continues=True),
+    "CONTRASTIVE": Task(per_example=True),
+    "MNTP": Task(on_encoder=True),
 }
 
 # The figures that objectives have beside their loss, and whether more is better (None: neither).
-FIGURES: dict[str, bool | None] = {}
+FIGURES: dict[str, bool | None] = {"retrieval_accuracy": True, "mrr": True}
 
 # What a `LossSum` counts: the losses by task, and the figures.
 COLUMNS = (*TASKS, *FIGURES)
@@ -71,6 +73,11 @@ class Objective:
     figures: tuple[str, ...] = ()
     segments: Callable[[Any], int] = lambda _: 1
     encoder_only: bool = False
+
+    @property
+    def has_head(self) -> bool:
+        """True if the model predicts tokens, as all do but encoders whose states alone are used."""
+        return not self.encoder_only or any(TASKS[task].on_encoder for task in self.tasks)
 
     @property
     def takes_records(self) -> bool:

@@ -13,6 +13,7 @@ from ds_encdec.exports.adapters import base_record, opened_base
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import trained_shapes
 from ds_encdec.model.source import base_model, resolve_model
+from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
@@ -36,7 +37,7 @@ def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
     and CheckpointError: see `resolve_model`, `load_tokenizer`."""
     tokenizer, vocabulary = run_tokenizer(config)
     seed = config.training.seed
-    source = resolve_model(config.model, vocabulary, seed=seed)
+    source = resolve_model(config.model, vocabulary, seed, OBJECTIVES[config.data.objective])
     trained_shapes(config, source.config)  # raises for patterns that match nothing
     has_base = config.model.lora is not None and hashes_base
     base = base_record(config.model, base_model(config.model, source.config, seed)) if has_base else None
