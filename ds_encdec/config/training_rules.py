@@ -17,7 +17,7 @@ from ds_encdec.config.training_sections import (
     Tracker,
     TrainingConfig,
 )
-from ds_encdec.registry.objectives import OBJECTIVES
+from ds_encdec.registry.objectives import FIGURES, OBJECTIVES, TASKS
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
 ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")  # fields that may be `rollback`
@@ -41,7 +41,7 @@ _NAMED: dict[str, Iterable[str]] = {
     "optimizer": OPTIMIZERS,
     "report_to": get_args(Tracker),
     "callbacks": (),
-    "metric_for_best_model": (*LOSS_FIGURES, *TEXT_FIGURES),
+    "metric_for_best_model": (*LOSS_FIGURES, *TEXT_FIGURES, *FIGURES),
 }
 
 
@@ -172,6 +172,7 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
     objective, has_own = OBJECTIVES[data.objective], data.own_split("validation") is not None
     eval_set, _, figure = best.rpartition("/")
     is_of_texts = figure not in LOSS_FIGURES and (figure in TEXT_FIGURES or is_dotted(figure))
+    has_perplexity = not any(TASKS[task].per_example for task in objective.tasks)
     conflict = conflicts_in("training")
     if training.eval_samples and not has_own and not objective.held_out(data)[0]:
         yield conflict(
@@ -180,7 +181,10 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
         )
     if data.eval_sets and not training.eval_samples:
         yield conflict("data.eval_sets eval_samples", "eval_samples=0 evaluates nothing: raise it, or remove the sets")
-    if eval_set and (eval_set not in data.eval_sets or figure not in LOSS_FIGURES):
+    if (figure in FIGURES and figure not in objective.figures) or (figure == "perplexity" and not has_perplexity):
+        known = ", ".join(["loss", *objective.figures])
+        yield conflict("metric_for_best_model data.objective", f"{data.objective} has no such figure: take {known}")
+    if eval_set and (eval_set not in data.eval_sets or figure not in (*LOSS_FIGURES, *FIGURES)):
         yield conflict(
             "metric_for_best_model data.eval_sets",
             f"{best} is no figure of a set: write NAME/loss or NAME/perplexity with a name of data.eval_sets "

@@ -15,6 +15,7 @@ from pydantic import (
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.section_base import Mark, Names, Section, words
+from ds_encdec.registry.objectives import FIGURES as OBJECTIVE_FIGURES
 from ds_encdec.registry.text_metrics import FIGURES
 
 ENDLESS_SCHEDULES = ("WarmupLR", "constant")  # those that do not depend on the length of the run
@@ -205,6 +206,8 @@ class TrainingConfig(Section):
     def best_is_greatest(self) -> bool:
         """Return whether the best evaluation is the one with the greatest `metric_for_best_model`."""
         choice, name = self.greater_is_better, self.best_figure
+        if choice is None and name in OBJECTIVE_FIGURES:
+            return OBJECTIVE_FIGURES[name].higher_is_better
         return TEXT_FIGURES.get(name, name not in LOSS_FIGURES) if choice is None else choice
 
     @property

@@ -28,8 +28,17 @@ TASKS: dict[str, Task] = {
     "MNTP": Task(on_encoder=True),
 }
 
-# The figures that objectives have beside their loss, and whether more is better (None: neither).
-FIGURES: dict[str, bool | None] = {"retrieval_accuracy": True, "mrr": True}
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure that an objective has beside its loss; `chart`: the report's chart that shows it, such as `rewards`."""
+
+    chart: str
+    higher_is_better: bool = True
+
+
+# Logged as `train/NAME` and `eval/NAME`.
+FIGURES: dict[str, Figure] = {"retrieval_accuracy": Figure("retrieval"), "mrr": Figure("retrieval")}
 
 # What a `LossSum` counts: the losses by task, and the figures.
 COLUMNS = (*TASKS, *FIGURES)

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ds_encdec.registry.objectives import TASKS
+from ds_encdec.registry.objectives import FIGURES, TASKS
 from ds_encdec.report.page import number, power_of_ten
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_to
 
@@ -115,6 +115,17 @@ PLANS = {  # by key
                   ("straggler",)),
     )
 }  # fmt: skip
+_OF_OBJECTIVES = {
+    key: ChartPlan(
+        key,
+        key.replace("_", " ").capitalize(),
+        "",
+        {f"{place}/{name}": f"{name}, {place}" for place in ("train", "eval") for name in names},
+        smoothed=True,
+    )
+    for key in dict.fromkeys(figure.chart for figure in FIGURES.values())
+    if (names := [name for name, figure in FIGURES.items() if figure.chart == key])
+}
 
 
 @styled
@@ -123,11 +134,11 @@ def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list
     of each. The loss of a single denoiser or task is left out: it is that of the run."""
     sets = {name: name.split("/")[1] for name in run.curves if re.fullmatch(r"eval/[^/]+/loss", name)}  # data.eval_sets
     of_sets = {"eval_sets": ChartPlan("eval_sets", "Evaluation loss by set", _NATS, sets, log=True)} if sets else {}
-    plans = {**PLANS, **of_sets}
+    plans = {**PLANS, **_OF_OBJECTIVES, **of_sets}
     known = {key: sum(len(run.curve(metric).known) > 0 for metric in plan.metrics) for key, plan in plans.items()}
     repeats = {"loss_by_denoiser"} if known["loss"] and known["loss_by_denoiser"] == 1 else set()  # the loss itself
     charts = [_chart(run, plan, pictures) for key, plan in plans.items() if known[key] and key not in repeats]
-    return charts, [plan.title for key, plan in plans.items() if not known[key]]
+    return charts, [plan.title for key, plan in plans.items() if not known[key] and key in PLANS]
 
 
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:

@@ -28,6 +28,7 @@ from ds_encdec.config.stored_model import (
 from ds_encdec.config.training_sections import CROSS_ENTROPY, LOSS_FIGURES, Schedule, Tracker
 from ds_encdec.config.validation import mention_all
 from ds_encdec.memory.job import require_possible_model
+from ds_encdec.registry.objectives import FIGURES as OBJECTIVE_FIGURES
 from ds_encdec.registry.optimizers import OPTIMIZERS
 from ds_encdec.registry.source_kinds import local_kind
 from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, not_installed
@@ -152,7 +153,7 @@ def _absent_code(config: FullConfig) -> Iterator[Conflict]:
         ("training.lr_scheduler_type", [training.lr_scheduler_type], "schedules"),
         ("training.metric_for_best_model", [training.best_figure], "metrics"),
     ):
-        users = set(names) - {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}
+        users = set(names) - {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES, *OBJECTIVE_FIGURES}
         found += [(field, partial(load_plugin, field, name, kind)) for name in users]
     for field, load in found:
         try:

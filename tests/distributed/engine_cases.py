@@ -197,7 +197,7 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
         writer.join()
     straight_state = full_state(engine)
     dist.barrier()
-    engine.evaluate(random_batch(1, MODEL.vocab_size))  # leaves parameters gathered
+    list(engine.evaluate([random_batch(1, MODEL.vocab_size)]))  # leaves parameters gathered
     digests = [engine.replica_digest()]
     again = _load_and_go_on(engine, folder)
     engine.close()

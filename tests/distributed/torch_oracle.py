@@ -152,9 +152,9 @@ class TorchOracle:
         return StepResult(applied, norm, rate)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> LossSum:
+    def evaluate(self, batches: Sequence[Batch]) -> Iterator[LossSum]:
         self.model.eval()
-        return self._loss(batch)
+        yield from map(self._loss, batches)
 
     def close(self) -> None:
         pass
@@ -180,14 +180,14 @@ def _oracle_trajectory(world_size: int, given: str) -> dict[str, Any]:
     config = run_config(distributed_type="ddp", sharding_stage="zero0", **settings)
     oracle = TorchOracle(config, model_of(config, layers), weights)
     held_out = random_batch(10_000, MODEL.vocab_size)
-    before = float(oracle.evaluate(held_out).total)
+    before = float(next(oracle.evaluate([held_out])).total)
     trained = []
     for step in range(steps):
         lanes = lane_batches(step, world_size)
         target_tokens = sum(batch.target_tokens for batch in lanes)
         total, result = train_on(oracle, lanes, target_tokens)
         trained.append((total / target_tokens, float(result.grad_norm), result.learning_rate))
-    after = oracle.evaluate(held_out)
+    after = next(oracle.evaluate([held_out]))
     return {
         "steps": trained,
         "eval": [before, float(after.total)],
