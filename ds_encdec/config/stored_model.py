@@ -117,6 +117,12 @@ def read_stored_model(file: Path) -> dict[str, Any]:
     return others | layer | rope
 
 
+def teacher_place(config: Sections) -> str | None:
+    """Return the folder or hub id of the teacher, if there is one."""
+    name = config.training.teacher
+    return config.model.model_name_or_path if name == "source" else name
+
+
 def require_recorded_code(folder: Path, stored: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the code files in `folder` have the SHA-256 that its `config.json`, which holds the
     fields `stored`, records. Downloads without them pass. No code from the folder is run here, but by transformers."""

@@ -12,6 +12,7 @@ from ds_encdec.config.training_sections import (
     CROSS_ENTROPY,
     ENDLESS_SCHEDULES,
     LOSS_FIGURES,
+    SOURCE,
     TEXT_FIGURES,
     Schedule,
     Tracker,
@@ -61,6 +62,7 @@ def training_rules(config: Sections) -> Iterator[Conflict]:
     yield from _schedule(training)
     yield from _fields_not_read(training)
     yield from _optimization(config)
+    yield from _teacher(config)
     yield from _evaluation(config)
     yield from _saving(config)
 
@@ -165,6 +167,28 @@ def _optimization(config: Sections) -> Iterator[Conflict]:
         yield conflict(
             "monitor.loss_spike_min_values monitor.window_size", "must be <= window_size, or spikes are never detected"
         )
+
+
+def _teacher(config: Sections) -> Iterator[Conflict]:
+    training, data, conflict = config.training, config.data, conflicts_in("training")
+    if training.teacher is None:
+        for name in training.changed("teacher_weight", "teacher_temperature"):
+            yield conflict(f"{name} teacher", f"nothing reads it without a teacher: set teacher, or remove {name}")
+        return
+    if training.loss != CROSS_ENTROPY:
+        yield conflict("teacher loss", "a teacher goes with the built-in loss: set loss=cross_entropy, or remove it")
+    taught = [name for name, row in OBJECTIVES.items() if any(TASKS[task].continues for task in row.tasks)]
+    if data.objective not in taught:
+        fix = f"set data.objective to {' or '.join(taught)}, or remove teacher"
+        yield conflict("teacher data.objective", f"{data.objective} has no outputs that a teacher can read: {fix}")
+    if training.teacher != SOURCE:
+        return
+    if config.model.model_name_or_path is None:
+        yield conflict("teacher model.architecture", "a new model has no source: name a decoder's folder")
+    if data.objective in taught and not OBJECTIVES[data.objective].continues(data):
+        yield conflict("teacher data.ul2_task_weights", "a decoder teaches only S, whose weight is 0: raise it")
+    if data.use_mode_tokens:
+        yield conflict("teacher data.use_mode_tokens", "a decoder knows no mode tokens: set use_mode_tokens=false")
 
 
 def _evaluation(config: Sections) -> Iterator[Conflict]:

@@ -14,7 +14,7 @@ from pydantic import (
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.config.section_base import Mark, Names, Section, words
+from ds_encdec.config.section_base import ADDRESS, Mark, Names, Section, words
 from ds_encdec.registry.objectives import FIGURES as OBJECTIVE_FIGURES
 from ds_encdec.registry.text_metrics import FIGURES
 
@@ -23,6 +23,7 @@ ENDLESS_SCHEDULES = ("WarmupLR", "constant")  # those that do not depend on the 
 TEXT_FIGURES = {figure: row.higher_is_better for figure, row in FIGURES.items() if not row.needs_model}
 LOSS_FIGURES = ("loss", "perplexity")  # figures that every evaluation has
 CROSS_ENTROPY = "cross_entropy"  # the value of `training.loss` for the built-in loss
+SOURCE = "source"  # the value of `training.teacher` for the model that is converted
 Schedule = Literal[
     "WarmupDecayLR", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "constant", "wsd", "polynomial", "inverse_sqrt"
 ]
@@ -109,6 +110,14 @@ class TrainingConfig(Section):
     z_loss: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, le=1)
     """Coefficient of the square of the logarithm of the softmax's normaliser, added to each token's loss (PaLM:
     1e-4)."""
+    teacher: Annotated[str | None, ADDRESS, Mark.TUNABLE] = None
+    """Model to learn from besides the text, frozen (docs/distillation.md): `source` (the decoder that
+    `model.model_name_or_path` names), or a hub id or folder of a decoder or of an encoder-decoder made here, with the
+    same tokenizer."""
+    teacher_weight: Annotated[float, Mark.TUNABLE] = Field(default=0.5, ge=0, le=1)
+    """Share of the loss that is the divergence from the teacher, where there is one; the rest is cross-entropy."""
+    teacher_temperature: Annotated[float, Mark.TUNABLE] = Field(default=1.0, gt=0, le=100)
+    """Temperature of both softmaxes in that divergence, which is multiplied by its square."""
     bf16: bool = True
     """bfloat16 compute with float32 master weights. With `fp16: true` the default is false."""
     fp16: bool = False

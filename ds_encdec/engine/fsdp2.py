@@ -30,14 +30,22 @@ from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.muon import build_sharded
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, ReplicaDigest, StagedSave, Veto, write_record
 from ds_encdec.engine.replicas import sum_of_bits
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype, local_part, prepare_for_training
+from ds_encdec.engine.sharded_engine import (
+    Shard,
+    ShardedEngine,
+    compute_dtype,
+    local_part,
+    model_to_train,
+    prepare_for_training,
+)
 from ds_encdec.engine.staging import StagingArea, first_non_finite
 from ds_encdec.engine.user_code import kept_state
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.lora import choose_trained, detach_frozen, quantize_into, quantized_matrices
+from ds_encdec.model.distillation import DistilledSeq2SeqLM, TeacherSource, is_of_teacher
+from ds_encdec.model.lora import quantize_into, quantized_matrices
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name
 
@@ -52,10 +60,11 @@ class FSDP2Engine(ShardedEngine):
         model_config: Qwen3Seq2SeqConfig,
         weights: WeightSource | None,
         gradient_accumulation_steps: int = 1,
+        teacher: TeacherSource | None = None,
     ) -> None:
         """Build the model, sharded from the start; every rank reads its own rows of `weights`. Raises ConfigError for a
         hybrid that does not divide the ranks, and on all ranks what any rank's `weights` raise."""
-        super().__init__(config, context)
+        super().__init__(config, context, teacher)
         replicas, shards = mesh_shape(config.infra, context.world.world_size, context.world.local_world_size)
         dimensions = {"replicate": replicas, "shard": shards}
         if replicas == 1 and config.infra.sharding_stage != "zero0":
@@ -63,13 +72,13 @@ class FSDP2Engine(ShardedEngine):
         mesh = init_device_mesh(context.device.type, (*dimensions.values(),), mesh_dim_names=(*dimensions,))
         # A save may write states from a background thread, in this group.
         self._writers = context.collectives.background.group
-        model = _build_model(config, model_config, mesh, context.device)
+        model = _build_model(config, model_config, mesh, context.device, teacher)
         self.model = self._engine = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._mesh = mesh
         # By canonical name; tied parameters appear once. A gathered module shows other tensors; these stay the shards.
         self._parameters = {canonical_name(name): cast(DTensor, one) for name, one in model.named_parameters()}
-        if weights is not None:
+        if weights is not None or teacher is not None:
             self._collectives.on_every_rank(lambda: self._fill_from(weights))
         self.optimizer = build_sharded(self._parameter_groups(model), config.training, context.device)
         for group in self.optimizer.param_groups:  # zero moments: the first step allocates none, every state is saved
@@ -80,10 +89,12 @@ class FSDP2Engine(ShardedEngine):
         self._applied_steps = 0
 
     @torch.no_grad()
-    def _fill_from(self, weights: WeightSource) -> None:
+    def _fill_from(self, weights: WeightSource | None) -> None:
         for name, parameter in self._parameters.items():
-            parameter.to_local().copy_(weights(name, _local_rows(parameter)))
-        quantize_into(self.model, weights, compute_dtype(self._training), self.device)
+            if (source := self._source_of(name, weights)) is not None:
+                parameter.to_local().copy_(source(name, _local_rows(parameter)))
+        if weights is not None:
+            quantize_into(self.model, weights, compute_dtype(self._training), self.device)
 
     def backward(self, loss_sum: LossSum, *, num_losses: int, last: bool) -> None:
         reshards = last or self._infra.sharding_stage.startswith("zero3")
@@ -144,6 +155,8 @@ class FSDP2Engine(ShardedEngine):
     def _iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         dtype, quantized = compute_dtype(self._training), quantized_matrices(self.model)
         for name in [canonical_name(name) for name, _ in self.model.named_parameters()]:
+            if is_of_teacher(name):
+                continue
             if name in quantized:
                 yield name, quantized[name].unpacked()
             else:
@@ -190,14 +203,15 @@ class FSDP2Engine(ShardedEngine):
 
 
 def _build_model(
-    config: FullConfig, model_config: Qwen3Seq2SeqConfig, mesh: DeviceMesh, device: torch.device
+    config: FullConfig,
+    model_config: Qwen3Seq2SeqConfig,
+    mesh: DeviceMesh,
+    device: torch.device,
+    teacher: TeacherSource | None,
 ) -> Qwen3ForSeq2SeqLM:
     infra, dtype = config.infra, compute_dtype(config.training)
     with torch.device("meta"), no_init_weights():
-        model = Qwen3ForSeq2SeqLM(model_config)
-        choose_trained(model, config)
-        if config.model.lora is not None and config.model.lora.quantize != "none":
-            detach_frozen(model)
+        model = model_to_train(config, model_config, teacher)
     prepare_for_training(model, config)
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -214,8 +228,10 @@ def _build_model(
         if offloaded
         else OffloadPolicy(),
     )
-    for layer in (*model.encoder.layers, *model.decoder.layers):
-        shard(layer, reshard_after_forward=infra.sharding_stage.startswith("zero3"))
+    models = [model, model.teacher] if isinstance(model, DistilledSeq2SeqLM) else [model]
+    units = [layer for one in models for stack in (one.encoder, one.decoder) for layer in stack.layers]
+    for unit in (*units, *models[1:]):
+        shard(unit, reshard_after_forward=infra.sharding_stage.startswith("zero3"))
     # The backward pass begins with the embedding, which the root holds: freeing it would gain nothing.
     shard(model, reshard_after_forward=False)
     model.to_empty(device="cpu" if offloaded else device)

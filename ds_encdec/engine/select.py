@@ -27,6 +27,7 @@ from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName
 
 if TYPE_CHECKING:
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+    from ds_encdec.model.distillation import TeacherSource
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +128,11 @@ def create_engine(
     model_config: Qwen3Seq2SeqConfig,
     weights: WeightSource | None,
     gradient_accumulation_steps: int,
+    teacher: TeacherSource | None = None,
 ) -> Engine:
     """Build the model and the context's engine for it. Collective. `weights` are the model's own, beside which new
-    adapters are drawn; None: a checkpoint is loaded later. Raises ConfigError for ranks that do not fit the sharding,
-    CheckpointError for weights that cannot be read."""
+    adapters are drawn; None: a checkpoint is loaded later. `teacher`: that of `training.teacher`. Raises ConfigError
+    for ranks that do not fit the sharding, CheckpointError for weights that cannot be read."""
     if context.world.is_main:
         _warn(config, context, model_config)
     lora = config.model.lora
@@ -140,7 +142,8 @@ def create_engine(
         weights = with_new_adapters(weights, lora, model_config, config.training.seed)
     config = _with_compilation_decided(config, context)
     build = resolve_name(BUILDERS[context.engine])
-    return build(config, context, model_config, weights, gradient_accumulation_steps)
+    beside = [] if teacher is None else [teacher]
+    return build(config, context, model_config, weights, gradient_accumulation_steps, *beside)
 
 
 def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullConfig:

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from ds_encdec.base.foreign_places import check
-from ds_encdec.base.types import MOMENTS, Batch, CheckpointError, LossSum, SavedState, is_hidden_matrix
+from ds_encdec.base.types import MOMENTS, Batch, CheckpointError, LossSum, SavedState, WeightSource, is_hidden_matrix
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.training_sections import CROSS_ENTROPY, TrainingConfig
 from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
@@ -27,7 +27,8 @@ from ds_encdec.engine.user_code import load_loss
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.activation_checkpointing import GRAPHS, apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.lora import merged_in_turn
+from ds_encdec.model.distillation import DistilledSeq2SeqLM, TeacherSource, is_of_teacher, lesson_of, of_teacher
+from ds_encdec.model.lora import choose_trained, detach_frozen, merged_in_turn
 from ds_encdec.model.modeling import PackedLossOutput, Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.model.weights import keyed_seed
@@ -64,7 +65,7 @@ class ShardedEngine(ABC):
     model: nn.Module
     _engine: Any
 
-    def __init__(self, config: FullConfig, context: RunContext) -> None:
+    def __init__(self, config: FullConfig, context: RunContext, teacher: TeacherSource | None = None) -> None:
         check("torch", "transformers", "peft")
         self.device = context.device
         self._undo = context.undo.enter_context(ExitStack())
@@ -76,6 +77,7 @@ class ShardedEngine(ABC):
         self._losses = losses_of(config, context.collectives)
         self._lora = config.model.lora
         self._saves_frozen = self._lora is None  # beside adapters a checkpoint names the base instead
+        self._teacher = teacher
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
     def close(self) -> None:
@@ -93,8 +95,10 @@ class ShardedEngine(ABC):
             self._engine.train()
 
     def _run(self, batch: Batch) -> PackedLossOutput:
+        teacher = self._teacher
+        told = {} if teacher is None else {"lesson": lesson_of(batch, by_decoder=teacher.is_decoder)}
         with self._masks_of(batch):
-            return run_packed(self._engine, batch)
+            return run_packed(self._engine, batch, **told)
 
     def _scaled_loss(self, loss_sum: LossSum, num_losses: int) -> Tensor:
         """Return the scalar to call backward on, which engines average over ranks to a mean of `num_losses`. The
@@ -146,8 +150,18 @@ class ShardedEngine(ABC):
         groups = parameter_groups(model, self._training.weight_decay, matrices_apart=has_matrices)
         names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
         self._names = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
-        self._shapes = {names[p]: tuple(full_shape(p)) for p in names if p.requires_grad or self._saves_frozen}
+        self._shapes = {
+            name: tuple(full_shape(one))
+            for one, name in names.items()
+            if one.requires_grad or (self._saves_frozen and not is_of_teacher(name))
+        }
         return groups
+
+    def _source_of(self, name: str, weights: WeightSource | None) -> WeightSource | None:
+        """Return where the parameter `name` comes from, the student's from `weights`; None: from a checkpoint."""
+        if self._teacher is None or not is_of_teacher(name):
+            return weights
+        return of_teacher(self._teacher.base.weights)
 
     def _record(self, applied_steps: int, loss_scaler: Mapping[str, float | int] | None = None) -> EngineRecord:
         return EngineRecord(
@@ -170,8 +184,9 @@ class ShardedEngine(ABC):
                 f"the checkpoint is of another model: {differing[0]} {there} in it and {here} in this run's model "
                 f"(parameters that differ: {len(differing)})"
             )
-        for shard in self._frozen() if self._saves_frozen else ():
-            shard.fill(shard.weights, partial(saved.read, "weight"))
+        for shard in self._frozen():
+            if all(piece.name in self._shapes for piece in shard.pieces):
+                shard.fill(shard.weights, partial(saved.read, "weight"))
         for shard, state in self._states():
             shard.fill(shard.weights, partial(saved.read, "weight"))
             for kind in MOMENTS:
@@ -241,10 +256,30 @@ def masks_of(batch: Batch, seed: int) -> Iterator[None]:
         yield
 
 
+def model_to_train(
+    config: FullConfig, model_config: Qwen3Seq2SeqConfig, teacher: TeacherSource | None
+) -> Qwen3ForSeq2SeqLM:
+    """Return the model of a run, with its adapters and frozen parameters, beside its teacher, without values."""
+    model = (Qwen3ForSeq2SeqLM if teacher is None else DistilledSeq2SeqLM)(model_config)
+    choose_trained(model, config)
+    if config.model.lora is not None and config.model.lora.quantize != "none":
+        detach_frozen(model)
+    if isinstance(model, DistilledSeq2SeqLM) and teacher is not None:
+        model.attach(teacher, config.training)
+    return model
+
+
 def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.device) -> Qwen3ForSeq2SeqLM:
     """Return the model, unfilled, in `dtype` on `device`. Leaves the random generators as they are."""
-    with local_torch_dtype(dtype), no_init_weights(), device:  # the caller fills every parameter
+    with unfilled(dtype, device):
         return Qwen3ForSeq2SeqLM(config)
+
+
+@contextmanager
+def unfilled(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Make modules in `dtype` on `device` whose caller fills every parameter."""
+    with local_torch_dtype(dtype), no_init_weights(), device:
+        yield
 
 
 def unsharded_copy(

@@ -25,31 +25,32 @@ from ds_encdec.model.source import Base, base_model
 from ds_encdec.model.weights import refuse_non_finite
 from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
 
-BASE_RECORD = "base.json"
+BASE_RECORD, TEACHER_RECORD = "base.json", "teacher.json"
 
 
-def base_record(section: ModelConfig, base: Base) -> dict[str, Any]:
-    """Return the record of the adapters' base for a checkpoint, for people and for `opened_base`."""
+def base_record(name: str | None, base: Base) -> dict[str, Any]:
+    """Return the record of a model `name` that a checkpoint does not hold, the adapters' base or a teacher, for people,
+    for `opened_base` and for `refuse_other_teacher`."""
     folder = base.folder
     return {
-        "name_or_path": section.model_name_or_path,
+        "name_or_path": name,
         "folder": None if folder is None else str(folder.resolve()),
         # Of a repository on the hub.
         "revision": folder.name if folder is not None and folder.parent.name == "snapshots" else None,
         "sha256": _digest(base),
-        **{name: fact for name, fact in base.facts.items() if name != "shapes"},
+        **{name: fact for name, fact in base.facts.items() if name not in ("shapes", "architecture")},
     }
 
 
-def one_base(records: Sequence[dict[str, Any] | None]) -> None:
-    """Raise CheckpointError if machines have different bases, which would mix in one model."""
+def one_base(records: Sequence[dict[str, Any] | None], field: str) -> None:
+    """Raise CheckpointError if machines have different models of `field`, which would mix in one."""
     found = {record["sha256"]: record for record in records if record is not None}
     if len(found) > 1:
         places = "; ".join(
             f"{record['folder']} (revision {record['revision'] or 'unknown'}, SHA-256 {digest[:12]}…)"
             for digest, record in found.items()
         )
-        raise CheckpointError(f"model.model_name_or_path differs between machines: {places}. Give each the same copy.")
+        raise CheckpointError(f"{field} differs between machines: {places}. Give each the same copy.")
 
 
 def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: bool = True) -> Base:
@@ -71,6 +72,18 @@ def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: 
     if hashed and (found := _digest(base)) != expected:
         raise CheckpointError(f"{wanted}, but {place} has other weights (sha256 {found}). Name their base by {option}.")
     return base
+
+
+def refuse_other_teacher(checkpoint: Path, record: dict[str, Any]) -> None:
+    """Raise CheckpointError if `checkpoint` was made beside another teacher than that of `record`."""
+    path = checkpoint / "model" / TEACHER_RECORD
+    saved = read_json(path) if path.is_file() else record  # none was there
+    if saved["sha256"] != record["sha256"]:
+        raise CheckpointError(
+            f"{checkpoint} was trained beside the teacher {saved['name_or_path']} (sha256 {saved['sha256']}), but "
+            f"training.teacher={record['name_or_path']} has other weights (sha256 {record['sha256']}). Name that one, "
+            "or start a new run from the checkpoint's export."
+        )
 
 
 def trained_weights(checkpoint: Path, base: str | None = None) -> WeightSource:

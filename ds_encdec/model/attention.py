@@ -97,11 +97,16 @@ class PackedLayout:
 
     def merged_rows(self, encoder: Tensor, decoder: Tensor) -> Tensor:
         """Map [Te, ...] and [Td, ...] to [Te + Td, ...], each document's rows together."""
-        return _Permuted.apply(torch.cat([encoder, decoder]), self.merge_index, self.split_index)
+        return permuted(torch.cat([encoder, decoder]), self.merge_index, self.split_index)
 
     def attend_merged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend within each document, merged. q: [Td, heads, D]; returns the same shape."""
         return self.kernel.attend(q, k, v, self.merged, True, self.dropout)
+
+
+def permuted(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """Return `rows` in the order of `index`, which `inverse` takes back."""
+    return _Permuted.apply(rows, index, inverse)
 
 
 class _Permuted(torch.autograd.Function):

@@ -162,11 +162,13 @@ class PackedLossOutput(ModelOutput):
     """Loss of one packed micro-batch: `loss`, float32 scalar with gradient, the *sum* of the optimised losses over
     tokens, in nats; `token_losses`, plain cross-entropy, float32 [Td], 0 where the label is -100. They are detached,
     unless the head is `per_token`: then they have the gradient, and `loss` is None. Of an encoder alone without labels:
-    its `states` [Te, hidden], with gradient."""
+    its `states` [Te, hidden], with gradient. Beside a teacher: the `divergences` from it of the tokens that it teaches,
+    detached."""
 
     loss: Tensor | None = None
     token_losses: Tensor | None = None
     states: Tensor | None = None
+    divergences: Tensor | None = None
 
 
 class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
@@ -174,6 +176,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
     `config.json`, is the share of attention weights that training mode sets to zero, in the packed form."""
 
     attention_dropout = 0.0
+    head: type[LanguageModelHead] = LanguageModelHead
 
     config_class = Qwen3Seq2SeqConfig
     _skip_keys_device_placement = ("past_key_values", "cache", "generated")
@@ -185,7 +188,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         self.shared = nn.Embedding(config.vocab_size, config.hidden_size)
         self.encoder = Qwen3Encoder(config)
         self.decoder = Qwen3Decoder(config)
-        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size)
+        self.lm_head = self.head(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             # Here and not only in post_init: a tie made after zero.Init has partitioned both would not hold.
             self.lm_head.weight = self.shared.weight
@@ -325,6 +328,13 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         decoder_input_ids = input_ids[:0] if is_alone and input_ids is not None else decoder_input_ids
         if input_ids is None or decoder_input_ids is None or (labels is None and not is_alone):
             raise ValueError("The packed form needs input_ids, decoder_input_ids and labels")
+        hidden_states = self.packed_states(input_ids, decoder_input_ids, packing)
+        if labels is None:
+            return PackedLossOutput(states=hidden_states)
+        return PackedLossOutput(*self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens))
+
+    def packed_states(self, input_ids: Tensor, decoder_input_ids: Tensor, packing: PackedLayout) -> Tensor:
+        """Return the decoder's last states [Td, hidden] of a packed batch, or those [Te, hidden] of an encoder alone."""
         dropout = self.attention_dropout if self.training else 0.0
         # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
         embeds = self.shared(torch.cat([input_ids, decoder_input_ids]))
@@ -333,10 +343,8 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         packing = replace(packing, kernel=kernel, dropout=dropout)
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
         states = self.encoder.states(encoder_embeds, layout=packing)
-        hidden_states = last_of(states, None) if is_alone else self.decoder(decoder_embeds, states, layout=packing)
-        if labels is None:
-            return PackedLossOutput(states=hidden_states)
-        return PackedLossOutput(*self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens))
+        is_alone = self.config.num_hidden_layers == 0
+        return last_of(states, None) if is_alone else self.decoder(decoder_embeds, states, layout=packing)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor | None) -> Tensor:
         """Shift labels [B, Ld] right behind `decoder_start_token_id`; -100 becomes the pad token."""

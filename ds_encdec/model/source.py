@@ -20,7 +20,7 @@ from ds_encdec.registry.objectives import OBJECTIVES, Objective
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
 # Fields of a decoder that ours has, too.
-_COPIED = (
+COPIED = (
     *COUNTS,
     *LAYER,
     *("head_dim", "hidden_act", "initializer_range", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
@@ -60,7 +60,7 @@ def resolve_model(
     if family := FAMILIES.get(stored["model_type"]):
         sides = "encoder" if objective.encoder_only else "encoder and decoder"
         origin = f"{sides} from the decoder-only {family.title}"
-        fields = {name: stored[name] for name in _COPIED if name in stored}
+        fields = {name: stored[name] for name in COPIED if name in stored}
         fields["tie_word_embeddings"] = stored.get("tie_word_embeddings", False)
         unrotated = stored["unrotated_layers"]
         fields |= form_fields(section, stored["num_hidden_layers"], unrotated, encoder_only=objective.encoder_only)

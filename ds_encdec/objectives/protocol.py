@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pkgutil import resolve_name
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,15 @@ def losses_of(config: FullConfig, collectives: HostCollectives) -> Losses:
     return made
 
 
-def run_packed(model: nn.Module, batch: Batch) -> PackedLossOutput:
-    """Return the outputs for `batch` (on the device) of a Qwen3ForSeq2SeqLM, or of an engine's wrapper of one."""
+def run_packed(model: nn.Module, batch: Batch, **more: Any) -> PackedLossOutput:
+    """Return the outputs for `batch` (on the device) of a Qwen3ForSeq2SeqLM, or of an engine's wrapper of one, which is
+    given `more`."""
     output: PackedLossOutput = model(
         input_ids=batch.encoder_ids,
         decoder_input_ids=batch.decoder_input_ids,
         labels=batch.labels,
         packing=layout_of(batch),
+        **more,
     )
     return output
 

@@ -26,8 +26,9 @@ def split_by_task(output: PackedLossOutput, batch: Batch) -> LossSum:
     assert output.loss is not None
     assert output.token_losses is not None
     zeros = torch.zeros(len(COLUMNS), device=output.token_losses.device)
-    return LossSum(
-        total=output.loss,
-        sums=zeros.index_add(0, batch.denoiser_ids, output.token_losses),
-        counts=zeros.index_add(0, batch.denoiser_ids, (batch.labels != IGNORE_INDEX).float()),
-    )
+    sums = zeros.index_add(0, batch.denoiser_ids, output.token_losses)
+    counts = zeros.index_add(0, batch.denoiser_ids, (batch.labels != IGNORE_INDEX).float())
+    if output.divergences is not None:
+        sums[COLUMNS.index("distillation_loss")] = output.divergences.sum()
+        counts[COLUMNS.index("distillation_loss")] = len(output.divergences)
+    return LossSum(output.loss, sums, counts)

@@ -38,7 +38,11 @@ class Figure:
 
 
 # Logged as `train/NAME` and `eval/NAME`.
-FIGURES: dict[str, Figure] = {"retrieval_accuracy": Figure("retrieval"), "mrr": Figure("retrieval")}
+FIGURES: dict[str, Figure] = {
+    "retrieval_accuracy": Figure("retrieval"),
+    "mrr": Figure("retrieval"),
+    "distillation_loss": Figure("distillation", higher_is_better=False),  # of any objective with a teacher
+}
 
 # What a `LossSum` counts: the losses by task, and the figures.
 COLUMNS = (*TASKS, *FIGURES)
@@ -82,6 +86,11 @@ class Objective:
     figures: tuple[str, ...] = ()
     segments: Callable[[Any], int] = lambda _: 1
     encoder_only: bool = False
+
+    def continues(self, data: Any) -> bool:
+        """Return whether examples are drawn whose output goes on with their input."""
+        drawn = zip(self.tasks, self.weights(data), strict=False)
+        return any(weight > 0 and TASKS[task].continues for task, weight in drawn)
 
     @property
     def has_head(self) -> bool:

@@ -46,7 +46,7 @@ from ds_encdec.training.loop_state import Trainer
 from ds_encdec.training.profiling import StepProfiler
 from ds_encdec.training.resume import load_engine, of_its_form, refuse_other_model, restored_state, with_steps
 from ds_encdec.training.run import Run, begin_recording, checkpoint_files, start_banner
-from ds_encdec.training.run_model import new_model, saved_model
+from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
 from ds_encdec.training.step_plan import is_over
 from ds_encdec.training.trainer import train
 
@@ -307,7 +307,9 @@ def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
         )
     )
     if config.model.lora is not None:
-        one_base(collectives.gather(model.base))
+        one_base(collectives.gather(model.base), MODEL_NAME)
+    if config.training.teacher is not None:
+        one_base(collectives.gather(model.taught_by), "training.teacher")
     # Rank 0 alone queries the hub, so that all read the same commit of a data set.
     commits = collectives.on_rank_zero(
         lambda: resolve_commits(config.data, saved["data"]["dataset_commits"] if saved else None)
@@ -347,7 +349,7 @@ def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine
 
     context.collectives.on_rank_zero(check_disk_space)
     with out_of_memory_explained(expected, context.device, context.world.rank):
-        engine = create_engine(run.config, context, model.config, model.weights, run.accumulation)
+        engine = create_engine(run.config, context, model.config, model.weights, run.accumulation, model.teacher)
         if run.checkpoint:
             load_engine(engine, run.checkpoint, context.collectives)
     return engine

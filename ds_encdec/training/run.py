@@ -18,7 +18,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
 from ds_encdec.engine.deepspeed.json import run_json
 from ds_encdec.engine.select import attention_kernel
-from ds_encdec.exports.adapters import BASE_RECORD
+from ds_encdec.exports.adapters import BASE_RECORD, TEACHER_RECORD
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host import triton_lacks
 from ds_encdec.launch.host_collectives import RunContext
@@ -185,6 +185,8 @@ def checkpoint_files(
         run.model.tokenizer.save_pretrained(checkpoint / "model")
         if run.model.base is not None:
             (checkpoint / "model" / BASE_RECORD).write_text(json.dumps(run.model.base, indent=1) + "\n")
+        if run.model.taught_by is not None:
+            (checkpoint / "model" / TEACHER_RECORD).write_text(json.dumps(run.model.taught_by, indent=1) + "\n")
 
     return write
 

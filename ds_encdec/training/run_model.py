@@ -8,9 +8,11 @@ from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.base.types import CheckpointError, WeightSource
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.stored_model import teacher_place
 from ds_encdec.data.sources.builtin_corpus import builtin_documents
-from ds_encdec.exports.adapters import base_record, opened_base
+from ds_encdec.exports.adapters import base_record, opened_base, refuse_other_teacher
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.distillation import TeacherSource, resolve_teacher
 from ds_encdec.model.parameter_count import trained_shapes
 from ds_encdec.model.source import base_model, resolve_model
 from ds_encdec.registry.objectives import OBJECTIVES
@@ -22,14 +24,16 @@ MODEL_NAME = "model.model_name_or_path"
 
 @dataclass(frozen=True, slots=True)
 class RunModel:
-    """The model to train, before it is built. `weights` is None if a checkpoint has them. `base`: the record of the
-    adapters' base for checkpoints, if it was hashed."""
+    """The model to train, before it is built. `weights` is None if a checkpoint has them. `base` and `taught_by`: the
+    records of the adapters' base and of the teacher for checkpoints, if they were hashed."""
 
     config: Qwen3Seq2SeqConfig
     tokenizer: PreTrainedTokenizerFast
     vocabulary: Vocabulary
     weights: WeightSource | None
     base: dict[str, Any] | None = None
+    teacher: TeacherSource | None = None
+    taught_by: dict[str, Any] | None = None
 
 
 def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
@@ -40,8 +44,10 @@ def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
     source = resolve_model(config.model, vocabulary, seed, OBJECTIVES[config.data.objective])
     trained_shapes(config, source.config)  # raises for patterns that match nothing
     has_base = config.model.lora is not None and hashes_base
-    base = base_record(config.model, base_model(config.model, source.config, seed)) if has_base else None
-    return RunModel(source.config, tokenizer, vocabulary, source.weights, base)
+    place = config.model.model_name_or_path
+    base = base_record(place, base_model(config.model, source.config, seed)) if has_base else None
+    taught = _teacher(config, tokenizer, vocabulary, hashed=hashes_base)
+    return RunModel(source.config, tokenizer, vocabulary, source.weights, base, *taught)
 
 
 def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = True) -> RunModel:
@@ -60,11 +66,25 @@ def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = Tru
         )
     model_config.loss_chunk_tokens = config.model.loss_chunk_tokens
     model_config.use_flash_attention = config.model.use_flash_attention
+    taught = _teacher(config, tokenizer, vocabulary, hashed=hashes_base)
+    if taught[1] is not None:
+        refuse_other_teacher(checkpoint, taught[1])
     if config.model.lora is None:
-        return RunModel(model_config, tokenizer, vocabulary, weights=None)
+        return RunModel(model_config, tokenizer, vocabulary, None, None, *taught)
     base = opened_base(checkpoint, config.model, MODEL_NAME, hashed=hashes_base)
-    record = base_record(config.model, base) if hashes_base else None
-    return RunModel(model_config, tokenizer, vocabulary, base.weights, record)
+    record = base_record(config.model.model_name_or_path, base) if hashes_base else None
+    return RunModel(model_config, tokenizer, vocabulary, base.weights, record, *taught)
+
+
+def _teacher(
+    config: FullConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, *, hashed: bool
+) -> tuple[TeacherSource | None, dict[str, Any] | None]:
+    name = teacher_place(config)
+    if name is None:
+        return None, None
+    continues = OBJECTIVES[config.data.objective].continues(config.data)
+    source = resolve_teacher(name, tokenizer, vocabulary, continues=continues)
+    return source, base_record(name, source.base) if hashed else None
 
 
 def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:

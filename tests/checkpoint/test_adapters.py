@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         draw = torch.Generator().manual_seed(step)
         shapes = trained_shapes(settings, config())
         state = {kind: {name: torch.randn(s, generator=draw) * 0.1 for name, s in shapes.items()} for kind in KINDS}
-        record = base_record(settings.model, base_model(settings.model, config(), seed=7))
+        record = base_record(settings.model.model_name_or_path, base_model(settings.model, config(), seed=7))
         save_checkpoint(run / "checkpoints", step, state, config(), run=settings, base=record)
     return run
 
@@ -102,9 +102,9 @@ def test_an_average_is_the_mean_of_merged_models(run: Path, tmp_path: Path) -> N
 
 def test_machines_with_different_bases_are_told_apart() -> None:
     mine = {"sha256": "a" * 64, "folder": "/here", "revision": "r1"}
-    one_base([mine, None, dict(mine, folder="/there"), None])
+    one_base([mine, None, dict(mine, folder="/there"), None], "model.model_name_or_path")
     with pytest.raises(CheckpointError, match=r"/here \(revision r1, .*; /there \(revision unknown, SHA-256 bbbb"):
-        one_base([mine, None, {"sha256": "b" * 64, "folder": "/there", "revision": None}])
+        one_base([mine, {"sha256": "b" * 64, "folder": "/there", "revision": None}], "model.model_name_or_path")
 
 
 def test_a_base_that_was_moved_is_the_same(run: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from ds_encdec.engine.protocol import Piece, end_to_end, own_parts
 from ds_encdec.engine.sharded_engine import Shard
 from ds_encdec.engine.user_code import kept_state
 from ds_encdec.launch.disk import free_bytes
+from ds_encdec.model.distillation import is_of_teacher
 from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
@@ -100,8 +101,12 @@ def frozen_shards(engine: DeepSpeedEngine) -> Iterator[Shard]:
 def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[str]) -> None:
     """Rewrite DeepSpeed's `state` to canonical names and exactly the parameters `kept`. DeepSpeed's exclusion of frozen
     parameters leaves a tied one's other name, and below stage 2 its zero_to_fp32.py does not find frozen ones."""
+    for part in ("module", "frozen_param_shapes", "frozen_param_fragments", "shared_params"):
+        if state.get(part):
+            state[part] = {name: one for name, one in state[part].items() if not is_of_teacher(name)}
     module = {canonical_name(name): tensor for name, tensor in state["module"].items()}
     shapes = engine._get_zero_frozen_param_attributes(engine._get_param_shape_func)
+    shapes = {name: shape for name, shape in shapes.items() if not is_of_teacher(name)}
     if kept.isdisjoint(shapes):
         module = {name: tensor for name, tensor in module.items() if name in kept}
     elif engine.zero_optimization_stage() < 3:

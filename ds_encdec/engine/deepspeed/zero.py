@@ -36,17 +36,17 @@ from ds_encdec.engine.sharded_engine import (
     Shard,
     ShardedEngine,
     compute_dtype,
-    empty_model,
     full_shape,
     local_tensors,
+    model_to_train,
     prepare_for_training,
+    unfilled,
 )
 from ds_encdec.engine.staging import Named, StagingArea, first_non_finite
 from ds_encdec.engine.user_code import build_optimizer
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.lora import choose_trained
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.distillation import TeacherSource, is_of_teacher
 from ds_encdec.model.parameter_count import canonical_name, trained_shapes
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
@@ -63,8 +63,9 @@ class DeepSpeedEngine(ShardedEngine):
         model_config: Qwen3Seq2SeqConfig,
         weights: WeightSource | None,
         gradient_accumulation_steps: int,
+        teacher: TeacherSource | None = None,
     ) -> None:
-        super().__init__(config, context)
+        super().__init__(config, context, teacher)
         check("deepspeed")
         training, device = config.training, context.device
         ds_json = run_json(config, context.world, device, gradient_accumulation_steps)
@@ -87,11 +88,10 @@ class DeepSpeedEngine(ShardedEngine):
             if ds_json["zero_optimization"]["stage"] == 3:
                 # Each module is partitioned as soon as it is made.
                 with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):
-                    model = Qwen3ForSeq2SeqLM(model_config)
-                    choose_trained(model, config)
+                    model = model_to_train(config, model_config, teacher)
             else:
-                model = empty_model(model_config, compute_dtype(training), device)
-                choose_trained(model, config)
+                with unfilled(compute_dtype(training), device):
+                    model = model_to_train(config, model_config, teacher)
             prepare_for_training(model, config)
             self._engine, *_ = deepspeed.initialize(
                 model=model,
@@ -113,7 +113,7 @@ class DeepSpeedEngine(ShardedEngine):
         write(self._engine, param_names={p: canonical_name(name) for name, p in model.named_parameters()})
         private.undo_first_step(self._engine)
         self.model = self._engine.module
-        if weights:
+        if weights or teacher:
             with private.states_mapped(self._engine):
                 self._take_weights(weights)
         self._gate = step_gate(self._engine, self._undo)
@@ -128,7 +128,9 @@ class DeepSpeedEngine(ShardedEngine):
         return StepResult(*self._gate.step(veto), rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
-        engine, collector, excluded = self._engine, _Collector(), not self._saves_frozen
+        engine, collector = self._engine, _Collector()
+        frozen = {piece.name for shard in self._frozen() for piece in shard.pieces}
+        excluded = not self._saves_frozen or (bool(frozen) and frozen.isdisjoint(self._shapes))
         record = self._record(engine.global_steps - engine.skipped_steps, private.loss_scaler_state(engine))
         with private.states_mapped(engine, of=self._training):
             states = list(self._states())  # makes states before the first step: every save has the same size
@@ -179,8 +181,9 @@ class DeepSpeedEngine(ShardedEngine):
 
     def _iter_full(self) -> Iterator[tuple[str, Tensor]]:
         for parameter, name in self._engine.param_names.items():
-            with deepspeed.zero.GatheredParameters([parameter]):  # no effect unless ZeRO-3 has partitioned it
-                yield name, parameter.detach()
+            if not is_of_teacher(name):
+                with deepspeed.zero.GatheredParameters([parameter]):  # no effect unless ZeRO-3 has partitioned it
+                    yield name, parameter.detach()
 
     def load(self, saved: SavedState) -> None:
         with private.states_mapped(self._engine, of=self._training):
@@ -198,10 +201,10 @@ class DeepSpeedEngine(ShardedEngine):
         self._engine.destroy()
         private.remove_states(self._engine)
 
-    def _take_weights(self, weights: WeightSource) -> None:
-        """Copy `weights` exactly into the optimizer's float32 weights, then into the layers' parameters. Collective:
-        rank 0 reads and broadcasts each, and all ranks raise its errors after the last broadcast, for which the others
-        wait."""
+    def _take_weights(self, weights: WeightSource | None) -> None:
+        """Copy `weights` and the teacher's exactly into the optimizer's float32 weights and the frozen parameters, then
+        into the layers' parameters. Collective: rank 0 reads and broadcasts each, and all ranks raise its errors after
+        the last broadcast, for which the others wait."""
         own, error = [*private.shards(self._engine), *self._frozen()], None
         full = torch.empty(0)
 
@@ -209,9 +212,11 @@ class DeepSpeedEngine(ShardedEngine):
             return full.view(-1)[start:stop]
 
         for parameter, name in self._engine.param_names.items():
+            if (source := self._source_of(name, weights)) is None:
+                continue
             full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=self.device)
             if self._context.world.is_main and error is None:
-                _, error = attempt(lambda: full.copy_(weights(name)))  # noqa: B023  it is called at once
+                _, error = attempt(lambda: full.copy_(source(name)))  # noqa: B023  it is called at once
             torch.distributed.broadcast(full, src=0)
             for shard in own:
                 shard.fill(shard.weights, elements, only=name)
