@@ -79,6 +79,8 @@ def resolve_teacher(
         config = Qwen3Seq2SeqConfig(**fields)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    if not layers:
+        raise ConfigError(f"{FIELD}={name} is an encoder alone, which predicts no tokens: name a decoder")
     if family is not None and not continues:
         raise ConfigError(
             f"{FIELD}={name} is a decoder, which teaches only examples whose output goes on with their input: give one "

@@ -334,7 +334,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         return PackedLossOutput(*self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens))
 
     def packed_states(self, input_ids: Tensor, decoder_input_ids: Tensor, packing: PackedLayout) -> Tensor:
-        """Return the decoder's last states [Td, hidden] of a packed batch, or those [Te, hidden] of an encoder alone."""
+        """Return the decoder's last states [Td, hidden] of a packed batch; an encoder alone its own [Te, hidden]."""
         dropout = self.attention_dropout if self.training else 0.0
         # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
         embeds = self.shared(torch.cat([input_ids, decoder_input_ids]))
