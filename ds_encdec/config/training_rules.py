@@ -18,7 +18,7 @@ from ds_encdec.config.training_sections import (
     Tracker,
     TrainingConfig,
 )
-from ds_encdec.registry.objectives import FIGURES, OBJECTIVES, TASKS
+from ds_encdec.registry.objectives import FIGURES, OBJECTIVES, TASKS, TEACHERS_FIGURE
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
 ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")  # fields that may be `rollback`
@@ -205,8 +205,9 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
         )
     if data.eval_sets and not training.eval_samples:
         yield conflict("data.eval_sets eval_samples", "eval_samples=0 evaluates nothing: raise it, or remove the sets")
-    if (figure in FIGURES and figure not in objective.figures) or (figure == "perplexity" and not has_perplexity):
-        known = ", ".join(["loss", *objective.figures])
+    figures = [*objective.figures, *[TEACHERS_FIGURE] * (training.teacher is not None)]
+    if (figure in FIGURES and figure not in figures) or (figure == "perplexity" and not has_perplexity):
+        known = ", ".join(["loss", *figures])
         yield conflict("metric_for_best_model data.objective", f"{data.objective} has no such figure: take {known}")
     if eval_set and (eval_set not in data.eval_sets or figure not in (*LOSS_FIGURES, *FIGURES)):
         yield conflict(

@@ -8,7 +8,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.modeling import PackedLossOutput
 from ds_encdec.objectives.protocol import Losses, run_packed
-from ds_encdec.registry.objectives import COLUMNS
+from ds_encdec.registry.objectives import COLUMNS, TEACHERS_FIGURE
 
 
 def token_losses(_config: FullConfig, _collectives: HostCollectives) -> Losses:
@@ -29,6 +29,6 @@ def split_by_task(output: PackedLossOutput, batch: Batch) -> LossSum:
     sums = zeros.index_add(0, batch.denoiser_ids, output.token_losses)
     counts = zeros.index_add(0, batch.denoiser_ids, (batch.labels != IGNORE_INDEX).float())
     if output.divergences is not None:
-        sums[COLUMNS.index("distillation_loss")] = output.divergences.sum()
-        counts[COLUMNS.index("distillation_loss")] = len(output.divergences)
+        sums[COLUMNS.index(TEACHERS_FIGURE)] = output.divergences.sum()
+        counts[COLUMNS.index(TEACHERS_FIGURE)] = len(output.divergences)
     return LossSum(output.loss, sums, counts)

@@ -37,11 +37,12 @@ class Figure:
     higher_is_better: bool = True
 
 
+TEACHERS_FIGURE = "distillation_loss"  # of any objective with `training.teacher`
 # Logged as `train/NAME` and `eval/NAME`.
 FIGURES: dict[str, Figure] = {
     "retrieval_accuracy": Figure("retrieval"),
     "mrr": Figure("retrieval"),
-    "distillation_loss": Figure("distillation", higher_is_better=False),  # of any objective with a teacher
+    TEACHERS_FIGURE: Figure("distillation", higher_is_better=False),
 }
 
 # What a `LossSum` counts: the losses by task, and the figures.

@@ -43,6 +43,11 @@ monitor.on_loss_spike=rollback training.save_steps=12
 monitor.on_non_finite=rollback training.save_steps=99951 ; infra.hang_timeout_minutes=0.001
 infra.distributed_timeout_minutes=1000000000000000.0 ; infra.hang_timeout_minutes=30
 training.early_stopping_patience=2 training.eval_samples=0
+training.teacher_weight=0.3 ; training.teacher=source training.teacher_weight=1.5
+training.teacher=source training.teacher_temperature=0 ; training.teacher=source training.loss=mine:loss
+training.teacher=source data.use_mode_tokens=true ; training.teacher=source data.ul2_task_weights=[1,1,1,1,0]
+SCRATCH training.teacher=source
+training.metric_for_best_model=distillation_loss
 training.save_on_best=true training.eval_samples=0 ; training.residual_dropout=1.0
 infra.distributed_type=fsdp training.attention_dropout=0.1 training.activation_checkpointing=selective
 training.save_strategy=best training.eval_samples=0
