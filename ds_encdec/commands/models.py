@@ -4,16 +4,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from ds_encdec.base.arguments import COUNT, JSON, Arguments, Verb, flag, value
 from ds_encdec.base.quantities import count
 from ds_encdec.base.terminal import libraries_print_to_stderr, outlive_readers, print_text
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.models import is_ours
+from ds_encdec.evaluate.models import is_encoder, is_ours
 from ds_encdec.launch.world import discover
 from ds_encdec.registry.text_metrics import TEXT_METRICS, usable
 
@@ -102,6 +103,12 @@ def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    if options.task:
+        return _judge_embeddings(options, overrides)
+    if options.file or options.dimensions:
+        raise ConfigError(
+            f"{options.file or '--dimensions'}: this is for --task {' or --task '.join(_TASKS)}; give one"
+        )
     settings = _chosen(options)
     if options.metrics and not settings.max_new_tokens:
         raise ConfigError("--metrics compares generated texts, and --max-new-tokens 0 generates none: give one of them")
@@ -136,19 +143,49 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         )
     if not discover(os.environ).is_main:
         return
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print(f"{count(found['examples'], 'example')} of {options.split}; predictions and figures are in {out}")
-        for name, figure in found["figures"].items():
-            print(f"{name:20} {figure:10.4f}  {_UNITS.get(name, '')}".rstrip())
-        if cut := found["cut_at_max_new_tokens"]:
-            print(f"{count(cut, 'prediction')} cut off at --max-new-tokens ({settings.max_new_tokens})")
+    _show(found, options, options.split, out)
+    if not options.json and (cut := found["cut_at_max_new_tokens"]):
+        print(f"{count(cut, 'prediction')} cut off at --max-new-tokens ({settings.max_new_tokens})")
     failed = found.get("metrics_left_out", {})
     for name, why in failed.items():
         print(f"warning: the metric {name} has no figure: {why}", file=sys.stderr)
     if options.metrics and failed:
         raise DsEncDecError(f"--metrics: {', '.join(failed)} failed; the other figures are in {out}")
+
+
+def _show(found: Mapping[str, Any], options: argparse.Namespace, judged: object, out: Path) -> None:
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{count(found['examples'], 'example')} of {judged}; predictions and figures are in {out}")
+    for name, figure in found["figures"].items():
+        print(f"{name:20} {figure:10.4f}  {_UNITS.get(name, '')}".rstrip())
+
+
+_TASKS = {"sts": "read_pairs", "retrieval": "read_retrieval"}
+_OF_TASKS = ("model", "task", "file", "dimensions", "out", "batch_tokens", "device", "dtype", "json")
+
+
+def _judge_embeddings(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    rows = {names.lstrip("-").replace("-", "_"): how for names, how in VERBS["evaluate"].arguments.items()}
+    others = [
+        name for name, how in rows.items() if name not in _OF_TASKS and getattr(options, name) != how.get("default")
+    ]
+    if unused := [*(f"--{name.replace('_', '-')}" for name in others), *overrides]:
+        raise ConfigError(f"{unused[0]}: --task {options.task} judges embeddings and does not read this; leave it out")
+    if options.file is None:
+        raise ConfigError(f"--task {options.task} needs the file to judge by: ds-encdec evaluate … --task TASK FILE")
+    from ds_encdec.evaluate import embedding_tasks
+
+    is_encoder(options.model)
+    data = getattr(embedding_tasks, _TASKS[options.task])(options.file)
+    from ds_encdec.evaluate.embeddings import judge  # imports torch, so after the checks
+
+    chosen = {name: getattr(options, name) for name in ("out", "dimensions", "batch_tokens", "device", "dtype")}
+    with libraries_print_to_stderr():
+        out, found = judge(options.model, options.file, data, **chosen)
+    if discover(os.environ).is_main:
+        _show(found, options, options.file, out)
 
 
 def _run_config(model: Path) -> Path:
@@ -214,10 +251,15 @@ VERBS = {
     ),
     "evaluate": Verb(
         _evaluate,
-        "generate for a split of the data, and compare with its references",
+        "generate for a split of the data, and compare with its references; or judge embeddings",
         "ds-encdec evaluate --model output/export/final --split test --max-samples 200",
         {
             "--model": value("exported folder", Path, required=True, metavar="DIR"),
+            "--task": value("judge the encoder's embeddings by FILE instead of texts", choices=tuple(_TASKS)),
+            "file": value("of --task: rows (.jsonl, .csv, .tsv), or a folder in BEIR's layout", Path, nargs="?"),
+            "--dimensions": value(
+                "of --task: judge by the first N of each embedding, too", COUNT, nargs="+", default=[]
+            ),
             "--config": value("YAML file with the data (default: of the run in whose export/ the model lies)", Path),
             "--split": value("to generate for (default test)", choices=("train", "validation", "test"), default="test"),
             "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),

@@ -7,13 +7,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
+import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from ds_encdec.base import terminal
@@ -32,7 +33,7 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import lock_file
-from ds_encdec.launch.world import discover
+from ds_encdec.launch.world import World, discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.depth import beyond_positions
 from ds_encdec.monitor.metrics_file import strict_json
@@ -40,7 +41,8 @@ from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary, add_sentinels
 
-_FILES_OF_A_MODEL = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*.json")
+FILES_OF_A_MODEL = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*.json")
+Batch = TypeVar("Batch", bound=Sized)
 _TIMEOUT = timedelta(days=2)  # that a rank waits for the slowest one at the end
 
 
@@ -63,16 +65,9 @@ def evaluate(
     continued; `metrics` and `batch_tokens` may differ. `out` None: MODEL-SPLIT beside the model. Called by one process,
     or by every rank. Raises ConfigError, DataError, CheckpointError and OutOfMemoryError.
     """
-    if out is None:
-        out = model.resolve().with_name(f"{model.resolve().name}-{split}")
-    elif out.resolve().is_relative_to(model.resolve()):
-        raise ConfigError(f"--out: {out} is inside the model's folder, which is left as it is; choose another")
+    out = output_folder(model, out, split)
     tokenizer, vocabulary = _tokenizer(model, config)
-    world = discover(os.environ)
-    place = choose_device(device, world, named="--device cuda")
-    if world.world_size > 1:
-        init_process_group(world, place, _TIMEOUT, "fsdp", meeting="evaluation")
-    collectives = HostCollectives(_TIMEOUT)
+    world, place, collectives = meet(device)
     # Rank 0 alone queries the hub, so that all read the same commit of a data set: the one that was trained on.
     trained = collectives.on_rank_zero(lambda: _trained_data(model))
     commits = collectives.on_rank_zero(
@@ -84,8 +79,8 @@ def evaluate(
     how = asdict(settings) | {"dtype": dtype or "default", "device": place.type}
     del how["batch_tokens"]
     facts = collectives.on_rank_zero(lambda: {**_digests(model, split, examples), **how})
-    with collectives.on_every_rank(lambda: _claim(out, facts) if world.is_main else open(os.devnull)):
-        predictions = collectives.on_every_rank(lambda: _Predictions(out, world.rank))
+    with collectives.on_every_rank(lambda: claim(out, facts) if world.is_main else open(os.devnull)):
+        predictions = collectives.on_every_rank(lambda: Predictions(out, world.rank))
         if world.is_main and 0 < len(predictions.records) < len(examples):
             _log(f"{len(predictions.records):,} of {len(examples):,} predictions are there; going on")
         batches = plan_batches([example.encoder_ids for example in examples], settings)[world.rank :: world.world_size]
@@ -94,7 +89,7 @@ def evaluate(
             longest = max(len(example.encoder_ids) for example in examples)
             if world.is_main and (problem := beyond_positions(loaded.config, longest, settings.max_new_tokens)):
                 _log(problem)
-            for batch in _with_progress(split, batches, missing, shown=world.is_main and not terminal.is_quiet()):
+            for batch in with_progress(split, batches, missing, shown=world.is_main and not terminal.is_quiet()):
                 predictions.append(_predict(loaded, tokenizer, examples, batch, settings))
             del loaded
         collectives.gather(None)  # all ranks have written their predictions
@@ -103,6 +98,24 @@ def evaluate(
         )
     shutdown()
     return out, result
+
+
+def output_folder(model: Path, out: Path | None, judged: str) -> Path:
+    """Return `out`, or MODEL-JUDGED beside the model. Raises ConfigError for one inside the model's folder."""
+    if out is None:
+        return model.resolve().with_name(f"{model.resolve().name}-{judged}")
+    if out.resolve().is_relative_to(model.resolve()):
+        raise ConfigError(f"--out: {out} is inside the model's folder, which is left as it is; choose another")
+    return out
+
+
+def meet(device: Literal["cuda", "cpu", "auto"]) -> tuple[World, torch.device, HostCollectives]:
+    """Return this rank's place, its device, and the collectives of all ranks, if there are several."""
+    world = discover(os.environ)
+    place = choose_device(device, world, named="--device cuda")
+    if world.world_size > 1:
+        init_process_group(world, place, _TIMEOUT, "fsdp", meeting="evaluation")
+    return world, place, HostCollectives(_TIMEOUT)
 
 
 def _trained_data(model: Path) -> TrainedData | None:
@@ -133,17 +146,37 @@ def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast
     return load_tokenizer(section, builtin_texts=tuple, mode_tokens=bool(known.mode_token_ids))
 
 
-def _digests(model: Path, split: Split, examples: Sequence[TextExample]) -> dict[str, str]:
-    of_model, of_data = hashlib.sha256(), hashlib.sha256(split.encode())
-    for path in sorted(path for pattern in _FILES_OF_A_MODEL for path in model.glob(pattern)):
+def digest_of(files: Iterable[Path]) -> str:
+    """Return a SHA-256 of the names and contents of the files."""
+    found = hashlib.sha256()
+    for path in sorted(files):
         with path.open("rb") as file:
-            of_model.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            found.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return found.hexdigest()
+
+
+def _digests(model: Path, split: Split, examples: Sequence[TextExample]) -> dict[str, str]:
+    of_data = hashlib.sha256(split.encode())
     for example in examples:
         of_data.update(f"\n{example.key} {example.encoder_ids.tolist()} {example.decoder_ids.tolist()}".encode())
     return {
-        "model": of_model.hexdigest(),
+        "model": digest_of(path for pattern in FILES_OF_A_MODEL for path in model.glob(pattern)),
         "data": f"{len(examples)} examples of {split}, SHA-256 {of_data.hexdigest()}",
     }
+
+
+@contextmanager
+def in_memory(examples: int, settings: GenerationSettings, kept: str = "") -> Iterator[None]:
+    """Turn the error of a batch that does not fit into memory into one that names the option."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"a batch of {examples} examples does not fit into memory ({in_one_line(error)}). Lower --batch-tokens "
+            f"({settings.batch_tokens} now){kept}"
+        ) from error
 
 
 def _predict(
@@ -155,16 +188,9 @@ def _predict(
 ) -> list[dict[str, Any]]:
     inputs, special = [example.encoder_ids for example in examples], special_ids(tokenizer)
     targets = [examples[number].decoder_ids for number in batch]
-    try:
+    with in_memory(len(batch), settings, "; finished predictions are kept"):
         generated = generate_batch(model, inputs, batch, settings)
         scores = score_targets(model, [inputs[number] for number in batch], targets, settings.batch_tokens)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"a batch of {len(batch)} examples does not fit into memory ({in_one_line(error)}). Lower --batch-tokens "
-            f"({settings.batch_tokens} now); finished predictions are kept"
-        ) from error
     return [
         {
             "number": number,
@@ -190,7 +216,7 @@ def _finish(
     facts: Mapping[str, Any],
     special: set[int],
 ) -> dict[str, Any]:
-    predictions = _Predictions(out)
+    predictions = Predictions(out)
     records = [predictions.records[number] for number in range(len(examples))]
     scorer = rouge_scorer() if "rouge" in metrics else None
     for record in records if settings.max_new_tokens else ():
@@ -218,23 +244,24 @@ def _finish(
     return result
 
 
-def _with_progress(
-    split: Split, batches: Sequence[Sequence[int]], missing: Sequence[Sequence[int]], *, shown: bool
-) -> Iterator[Sequence[int]]:
+def with_progress(
+    judged: str, batches: Sequence[Batch], missing: Sequence[Batch], what: str = "predictions are made", *, shown: bool
+) -> Iterator[Batch]:
+    """Yield the `missing` ones of all `batches`, and log how many of their items are done."""
     total = sum(map(len, batches))
     done = total - sum(map(len, missing))
     for batch in missing:
         yield batch
         tenths, done = 10 * done // total, done + len(batch)
         if shown and 10 * done // total > tenths:  # a line for each tenth of this rank's share
-            _log(f"{split}: {100 * done // total} % of the predictions are made")
+            _log(f"{judged}: {100 * done // total} % of the {what}")
 
 
 def _log(line: str) -> None:
     print(terminal.stamped(line), file=sys.stderr, flush=True)
 
 
-class _Predictions:
+class Predictions:
     """The predictions in `folder`, by the number of their example; each rank appends to its own file, and `finish`
     makes one of them. A line that a kill has cut is dropped, and its example is generated again."""
 
@@ -250,6 +277,7 @@ class _Predictions:
                 os.truncate(path, path.stat().st_size - len(torn))
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write the records of a batch through to the disk."""
         with self._writing.explain_refusals(), self._path.open("ab") as file:
             file.write("".join(map(_line, records)).encode())
             file.flush()
@@ -257,6 +285,7 @@ class _Predictions:
         self.records |= {record["number"]: dict(record) for record in records}
 
     def finish(self, records: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> None:
+        """Write all records, in their order, and the figures."""
         with self._writing.explain_refusals():
             write_atomically(self._folder / "predictions.jsonl", "".join(map(_line, records)))
             write_atomically(self._folder / "metrics.json", json.dumps(strict_json(metrics), indent=2) + "\n")
@@ -268,7 +297,7 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(strict_json(record), ensure_ascii=False) + "\n"
 
 
-def _claim(folder: Path, facts: Mapping[str, Any]) -> IO[str]:
+def claim(folder: Path, facts: Mapping[str, Any]) -> IO[str]:
     """Begin an evaluation in `folder`, or continue the one in it; it is this process's until the returned file is
     closed. Raises ConfigError that names the differences if its evaluation differs from `facts`, and OutputLockedError
     if another process is writing into it."""

@@ -108,7 +108,7 @@ def generate_batch(
         use_cache=True,
         return_dict_in_generate=False,
     )
-    ids, mask = _padded([encoder_ids[number] for number in numbers], _pad_id(config), model.device)
+    ids, mask = padded([encoder_ids[number] for number in numbers], _pad_id(config), model.device)
     processors = LogitsProcessorList()
     if settings.temperature:
         processors.append(TemperatureLogitsWarper(settings.temperature))
@@ -138,8 +138,8 @@ def score_targets(
     rows = max(1, min(batch_tokens // (longest + longest_target), MOST_LOGITS // logits_of_row))
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
-        ids, mask = _padded([encoder_ids[number] for number in batch], _pad_id(model.generation_config), model.device)
-        labels, _ = _padded([target_ids[number] for number in batch], IGNORE_INDEX, model.device)
+        ids, mask = padded([encoder_ids[number] for number in batch], _pad_id(model.generation_config), model.device)
+        labels, _ = padded([target_ids[number] for number in batch], IGNORE_INDEX, model.device)
         inputs = {"input_ids": ids, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
         logits = model.eval()(**inputs, attention_mask=mask, use_cache=False).logits.float()
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
@@ -162,7 +162,8 @@ def special_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def _padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the ids and the mask of a batch, int64 [B, L], padded on the right."""
     ids = torch.full((len(rows), max(1, *map(len, rows))), pad_id)  # int64
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):

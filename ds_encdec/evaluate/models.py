@@ -4,7 +4,7 @@ model is opened, so that wrong folders are refused at once."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.stored_model import require_recorded_code
@@ -27,22 +27,57 @@ def require_model_folder(folder: Path) -> None:
         raise CheckpointError(f"--model: {folder} {what}{meant}")
 
 
-def is_ours(folder: Path) -> bool:
-    """Return whether the model is of our kind. Raises CheckpointError if `folder` has no encoder-decoder's export."""
+def _stored(folder: Path) -> dict[str, Any]:
     require_model_folder(folder)
     try:
         stored = read_json(folder / "config.json", None)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"--model: {folder} is no model folder: {error}") from error
+    require_recorded_code(folder, stored)
+    return stored
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether the model is of our kind. Raises CheckpointError if `folder` has no encoder-decoder's export."""
+    stored = _stored(folder)
     if (kind := stored.get("model_type")) is None or not stored.get("is_encoder_decoder"):
         raise CheckpointError(
             f"--model: {folder} is a {kind}, which is no encoder-decoder; ds-encdec init-model makes one of a decoder"
         )
-    require_recorded_code(folder, stored)
     return bool(kind == "qwen3_seq2seq")
 
 
-def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
+def is_encoder(folder: Path) -> bool:
+    """Return whether a model of ours is an encoder alone. Raises CheckpointError if `folder` has no model of ours."""
+    if (kind := _stored(folder).get("model_type")) not in ("qwen3_seq2seq", "qwen3_seq2seq_encoder"):
+        raise CheckpointError(
+            f"--model: {folder} is a {kind}, which is no model of ds_encdec: --task judges the encoders of those"
+        )
+    return bool(kind != "qwen3_seq2seq")
+
+
+def open_encoder(folder: Path, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
+    """Load the encoder of a folder of ours, alone or out of an encoder-decoder, as `open_model` does."""
+    import torch
+
+    from ds_encdec.model.configuration import Qwen3EncoderConfig
+    from ds_encdec.model.cross_attention import form_of
+    from ds_encdec.model.encoder import Qwen3EncoderModel
+
+    if is_encoder(folder):
+        return open_model(folder, device, dtype, Qwen3EncoderModel)
+    whole = open_model(folder, device, dtype)
+    with torch.device("meta"):
+        made = Qwen3EncoderModel(Qwen3EncoderConfig.of(whole.config))
+    made.shared, made.encoder.layers = whole.shared, whole.encoder.layers
+    reads_by = whole.decoder.layers[-1].input_layernorm if form_of(whole.config).has_own_norm else whole.encoder.norm
+    made.encoder.norm = reads_by  # the norm that its last states are read through, as in an export
+    return made.eval()
+
+
+def open_model(
+    folder: Path, device: torch.device, dtype: str | None = None, kind: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
     """Load the model of a folder onto `device`, in evaluation mode. No code from the folder is run. It is one of ours,
     or another encoder-decoder that transformers can load by itself. `dtype`: a name of torch's; None is the stored one
     on a GPU, and float32 on a CPU, where it is as fast or faster. Raises CheckpointError."""
@@ -56,7 +91,7 @@ def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> 
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run: see `launch.process_group.choose_device`
     wanted = getattr(torch, dtype) if dtype else ("auto" if device.type == "cuda" else torch.float32)
-    kind = Qwen3ForSeq2SeqLM if is_ours(folder) else AutoModelForSeq2SeqLM
+    kind = kind or (Qwen3ForSeq2SeqLM if is_ours(folder) else AutoModelForSeq2SeqLM)
     try:
         return kind.from_pretrained(folder, dtype=wanted).to(device).eval()
     except (OSError, ValueError, KeyError) as error:

@@ -1,6 +1,6 @@
-"""The tests of judging use the tiny models of the model's tests."""
+"""The tests of judging use the tiny models of the model's tests, and the checkpoints of the checkpoints' tests."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("model", "checkpoint")]
