@@ -38,7 +38,8 @@ def read_pairs(path: Path) -> Pairs:
 
 def read_retrieval(path: Path) -> Retrieval:
     """Read a folder in BEIR's layout, whose queries without an answer are left out; or rows of query, positives and
-    negatives (a text or a list), where the documents are the different ones of all rows. Raises DataError."""
+    negatives (a document or a list of them, which are texts, or objects of title and text), where the documents are the
+    different ones of all rows. Raises DataError."""
     if path.is_dir():
         return _read_folder(path)
     queries, documents, gains = dict[str, str](), dict[str, str](), dict[str, dict[str, int]]()  # first ids by text
@@ -47,7 +48,7 @@ def read_retrieval(path: Path) -> Retrieval:
         for name in ("positive", "positives", "negative", "negatives"):
             items = [] if row.get(name) is None else row[name]
             for index, item in enumerate(items if isinstance(items, list) else [items]):
-                text = _field(place, {name: item}, name)
+                text = _field(place, {**row, name: _whole(item) if isinstance(item, dict) else item}, name)
                 document = documents.setdefault(text, f"{number}.{name}.{index}")
                 answers |= {document: 1} if name.startswith("positive") else {}
         if not answers:
@@ -60,7 +61,7 @@ def _read_folder(folder: Path) -> Retrieval:
     corpus, asked, judged = (folder / name for name in BEIR_FILES)
     documents, queries, gains = _texts(corpus), _texts(asked), dict[str, dict[str, int]]()
     for place, row in _rows(judged):
-        query, document, gain = (_field(place, row, name) for name in ("query-id", "corpus-id", "score"))
+        query, document = _field(place, row, "query-id"), _field(place, row, "corpus-id")
         for file, known, id_ in ((asked, queries, query), (corpus, documents, document)):
             if id_ not in known:
                 raise DataError(f"{place}: {file} has no _id {id_!a:.80}; mend it there or here, or remove the row")
@@ -76,9 +77,13 @@ def _texts(path: Path) -> dict[str, str]:
     for place, row in _rows(path):
         if (id_ := _field(place, row, "_id")) in texts:
             raise DataError(f"{place}: the _id {id_!a:.80} is not the first; mend or remove one of the rows")
-        whole = " ".join(as_text(row.get(part) or "") for part in ("title", "text"))
-        texts[id_] = _field(place, {**row, "text": whole.strip()}, "text")
+        texts[id_] = _field(place, {**row, "text": _whole(row)}, "text")
     return texts
+
+
+def _whole(document: Mapping[str, Any]) -> str:
+    parts = (document.get(part) for part in ("title", "text"))
+    return " ".join(str(part) for part in parts if part not in (None, "")).strip()
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

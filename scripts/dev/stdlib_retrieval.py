@@ -5,8 +5,9 @@
 
 A row has `query`, the first paragraph of a docstring, `positive`, the function without its docstring, and `function`,
 its name. All functions of a top-level module, such as `json`, are on one side, and no text is on both. One version of
-CPython gives one pair of files. `words` prints the figures of `ds-encdec evaluate --task retrieval` for two rankings
-that know nothing but words: BM25 (Lucene's, k1 1.2, b 0.75) and the cosine of TF-IDF.
+CPython gives one pair of files, which `data.data_files` and `data.eval_files` can name. `words` prints the figures of
+`ds-encdec evaluate --task retrieval` for rankings that know nothing but words: BM25 (Lucene's, k1 1.2, b 0.75) and the
+cosine of TF-IDF, with the words within names (`readLine`, `read_line`) and with whole names.
 """
 
 import ast
@@ -28,7 +29,10 @@ HELD_OUT = 0.2  # of the modules
 FEWEST_WORDS = 4  # of a query
 LONGEST = 1000  # characters of a function; the rest is cut off
 SKIPPED = {"__pycache__", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "tkinter", "turtledemo"}
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")  # also those within names: readLine, read_line
+WORDS = {
+    "words": re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"),
+    "whole names": re.compile(r"\w+"),
+}
 
 Row = dict[str, str]
 
@@ -73,13 +77,15 @@ def make(out: Path) -> None:
         print(f"{out / name}.jsonl: {len(rows):,} functions")
 
 
-def words(text: str) -> Counter[str]:
-    return Counter(word.lower() for word in _WORD.findall(text))
+def words(text: str, kind: str = "words") -> Counter[str]:
+    return Counter(word.lower() for word in WORDS[kind].findall(text))
 
 
-def rankings(queries: Mapping[str, str], documents: Mapping[str, str]) -> dict[str, dict[str, list[str]]]:
+def rankings(
+    queries: Mapping[str, str], documents: Mapping[str, str], kind: str = "words"
+) -> dict[str, dict[str, list[str]]]:
     """Return the hundred best documents for each query, by BM25 and by TF-IDF. Of equal ones the earlier is first."""
-    ids, counted = list(documents), [words(text) for text in documents.values()]
+    ids, counted = list(documents), [words(text, kind) for text in documents.values()]
     postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for number, counts in enumerate(counted):
         for word, count in counts.items():
@@ -94,7 +100,7 @@ def rankings(queries: Mapping[str, str], documents: Mapping[str, str]) -> dict[s
     found: dict[str, dict[str, list[str]]] = {"BM25": {}, "TF-IDF": {}}
     for query, text in queries.items():
         scores = {name: np.zeros(len(ids)) for name in found}
-        for word, times in words(text).items():
+        for word, times in words(text, kind).items():
             if word in places:
                 numbers, counts = places[word]
                 saturated = counts * 2.2 / (counts + 1.2 * (0.25 + 0.75 * lengths[numbers] / lengths.mean()))
@@ -109,8 +115,12 @@ def rankings(queries: Mapping[str, str], documents: Mapping[str, str]) -> dict[s
 def judge(file: Path) -> dict[str, dict[str, float]]:
     """Return the figures of each ranking on a file of rows, or a folder in BEIR's layout."""
     data = read_retrieval(file)
-    ranked = rankings(data.queries, data.documents)
-    return {name: rank_figures(found, data.gains) for name, found in ranked.items()}
+    ranked = {kind: rankings(data.queries, data.documents, kind) for kind in WORDS}
+    return {
+        f"{name}, {kind}": rank_figures(found, data.gains)
+        for kind, of_kind in ranked.items()
+        for name, found in of_kind.items()
+    }
 
 
 if __name__ == "__main__":
@@ -120,4 +130,4 @@ if __name__ == "__main__":
         make(Path(sys.argv[2]))
     else:
         for name, figures in judge(Path(sys.argv[2])).items():
-            print(f"{name:8}", *(f"{figure} {value:.2f}" for figure, value in figures.items()))
+            print(f"{name:20}", *(f"{figure} {value:.2f}" for figure, value in figures.items()))

@@ -239,7 +239,7 @@ def test_rows_of_queries_positives_and_negatives(tmp_path: Path) -> None:
     rows = [
         {"query": "a", "positive": "one", "negative": ["two", "three"]},
         {"query": "b", "positives": ["two", "four"], "negatives": None},
-        {"query": "a", "positive": ["one", "four"], "comment": 1},
+        {"query": "a", "positive": ["one", {"title": "fo", "text": "ur"}, {"title": "", "text": "four"}], "comment": 1},
     ]
     (file := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     data = read_retrieval(file)
@@ -249,8 +249,12 @@ def test_rows_of_queries_positives_and_negatives(tmp_path: Path) -> None:
         "1.negative.0": "two",
         "1.negative.1": "three",
         "2.positives.1": "four",
+        "3.positive.1": "fo ur",
     }
-    assert data.gains == {"1": {"1.positive.0": 1, "2.positives.1": 1}, "2": {"1.negative.0": 1, "2.positives.1": 1}}
+    assert data.gains == {
+        "1": {"1.positive.0": 1, "2.positives.1": 1, "3.positive.1": 1},
+        "2": {"1.negative.0": 1, "2.positives.1": 1},
+    }
 
 
 @pytest.mark.distributed

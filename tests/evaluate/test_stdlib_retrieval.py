@@ -39,6 +39,7 @@ def test_a_row_is_a_docstring_and_its_function_without_it() -> None:
     assert words("readLine2 = HTTPServer.read_line") == {
         "read": 2, "line": 2, "2": 1, "http": 1, "server": 1
     }  # fmt: skip
+    assert words("readLine2 = HTTPServer.read_line", "whole names") == {"readline2": 1, "httpserver": 1, "read_line": 1}
 
 
 def test_sides_share_no_module_and_no_text_and_are_made_alike(tmp_path: Path) -> None:
@@ -57,7 +58,8 @@ def test_sides_share_no_module_and_no_text_and_are_made_alike(tmp_path: Path) ->
     assert not any(row["query"] in row["positive"] for rows in sides for row in rows if row["query"].endswith("."))
     figures = judge(tmp_path / "one" / "held_out.jsonl")
     documents = len({row["positive"] for row in sides[1]})
-    for name in ("BM25", "TF-IDF"):
+    assert list(figures) == ["BM25, words", "TF-IDF, words", "BM25, whole names", "TF-IDF, whole names"]
+    for name in figures:
         assert figures[name]["recall@10"] > 10 * 100 * 10 / documents  # ten times what drawing lots would find
 
 
