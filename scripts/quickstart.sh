@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Trains a small encoder-decoder on text that is already on this machine, exports it, and shows what it has learned.
 #
-#   scripts/quickstart.sh [--sft] [--ranks N] [--resume auto] [section.field=value ...]
+#   scripts/quickstart.sh [--sft | --dpo] [--ranks N] [--resume auto] [section.field=value ...]
 #   scripts/quickstart.sh infra.distributed_type=fsdp       # FSDP2 instead of DeepSpeed, started by torchrun
 #
 # --sft    learns a task instead, from inputs and outputs, and counts the right outputs of a held-out split
+# --dpo    learns from pairs of answers which one is right, and counts the held-out pairs in the right order
 # --ranks  processes to train with (default: two, or one where there is only one core or GPU)
 #
-# Each call starts a fresh run in output/quickstart (with --sft quickstart_sft), output/quickstart-2, ... of the
+# Each call starts a fresh run in output/quickstart (with --sft quickstart_sft, with --dpo quickstart_dpo), output/quickstart-2, ... of the
 # repository, unless infra.output_dir=FOLDER says where. With --resume the newest of them is continued.
 set -euo pipefail
 
@@ -15,7 +16,7 @@ name=quickstart ranks="" resume="" output="" overrides=()
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
-        --sft) name=quickstart_sft; shift ;;
+        --sft | --dpo) name=quickstart_${1#--}; shift ;;
         --ranks=*) ranks="${1#*=}"; shift ;;
         --resume=*) resume="${1#*=}"; shift ;;
         infra.output_dir=* | --infra.output_dir=* | output_dir=* | --output_dir=*)
@@ -69,24 +70,31 @@ if [ "$name" = quickstart_sft ]; then
     [ -z "$resume" ] || rm -rf "$model-test" # of the model that was there before
     ds-encdec evaluate --model "$model" --split test --max-samples 200 --max-new-tokens 24 --metrics exact_match
     echo "rows         $model-test/predictions.jsonl"
-else
+elif [ "$name" = quickstart ]; then
     [ -z "$resume" ] || rm -rf "$model-validation"
     ds-encdec evaluate -q --model "$model" --split validation --max-new-tokens 0 >/dev/null || true # it has said why
 fi
-python - "$output/metrics.jsonl" "$model-validation/metrics.json" <<'END'
+python - "$output/metrics.jsonl" "$model-validation/metrics.json" "$output/reference/table.npy" <<'END'
 import json, os, sys
 
 lines = [json.loads(line) for line in open(sys.argv[1])]
 train, held_out = ([line for line in lines if f"{name}/loss" in line] for name in ("train", "eval"))
 kinds = [key.removeprefix("eval/loss") for key in held_out[-1] if key.startswith("eval/loss")] if held_out else [""]
 rows = [("the first steps", train[0], "train"), *(("held out, at the end", line, "eval") for line in held_out[-1:])]
-print(f"{'loss, nats per token':24}" + "".join(f"{kind.strip('_') or 'all':>7}" for kind in kinds))
+prefers = any("eval/reward_accuracy" in line for line in lines)
+print(f"{'loss of a pair' if prefers else 'loss, nats per token':24}" + "".join(f"{kind.strip('_') or 'all':>7}" for kind in kinds))
 for title, line, name in rows:
     losses = [line.get(f"{name}/loss{kind}") for kind in kinds]  # a short interval may be without a denoiser
     print(f"  {title:22}" + "".join(f"{'-':>7}" if loss is None else f"{loss:7.2f}" for loss in losses))
 if os.path.exists(sys.argv[2]):
     figures = json.load(open(sys.argv[2]))["figures"]
     print("masked tokens of held-out text: {token_accuracy:.1f} % right".format(**figures))
+if prefers:
+    import numpy as np
+
+    before = np.load(sys.argv[3])["log_probs"]  # of all pairs, by the model that the run began with
+    print(f"pairs whose right answer is the likelier one, before training: {100 * (before[:, 0] > before[:, 1]).mean():.1f} %")
+    print(f"held-out pairs whose right answer has gained more, at the end: {100 * held_out[-1]['eval/reward_accuracy']:.1f} %")
 END
 if [ "$name" = quickstart ]; then
     text=$(ds-encdec generate --model "$model" --text "The return value is a" --max-new-tokens 32 \

@@ -141,6 +141,7 @@ class Batch:
     | encoder_lengths, decoder_lengths | N host integers | tokens of each segment |
     | documents, tasks, group_sizes | host, of each example | key of its document, task, number of segments |
     | num_losses | host integer | losses that the micro-batch's loss adds up: labels, or examples, by the task |
+    | reference | float32 [examples, 2], or None | log-probabilities of both answers by the reference model |
     | lane, number | integers | its lane, and its number there: dropout is drawn by them |
     | digest | integer | of its lane, ids, labels and boundaries: `token_digest` in data/loader.py |
     """
@@ -159,6 +160,7 @@ class Batch:
     tasks: tuple[str, ...] = ()
     group_sizes: tuple[int, ...] = ()
     num_losses: int = 0
+    reference: Tensor | None = None
     lane: int = 0
     number: int = 0
     digest: int = 0

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -41,7 +42,9 @@ from ds_encdec.model.parameter_count import canonical_name, trained_shapes, trai
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.metrics import by_column, mean_loss
 from ds_encdec.monitor.monitor import compute_gradient_norm
+from ds_encdec.objectives.preferences import PreferenceLosses
 from ds_encdec.objectives.protocol import losses_of, run_packed
+from ds_encdec.registry.objectives import OBJECTIVES, TASKS
 from ds_encdec.training.run_model import new_model
 
 logger = logging.getLogger(__name__)
@@ -97,6 +100,7 @@ class Subject:
             every_n=training.activation_checkpointing_every_n,
             offload=training.activation_offload,
         )
+        model.lm_head.per_token = OBJECTIVES[config.data.objective].weighs_tokens
         self.model = model.train()
         parameters = sum(parameter.numel() for parameter in model.parameters())
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -133,13 +137,18 @@ class Subject:
         (self.batch,) = next(self.data.loader)
         encoder_tokens, tokens = self.batch.encoder_tokens, self.batch.target_tokens
         run = partial(run_packed, self.model)
-        (self.loss_sum,) = losses_of(self.config, self.context.collectives)(run, [self.batch.to(self.device)])
+        losses = losses_of(self.config, self.context.collectives)
+        (self.loss_sum,) = losses(run, [self.batch.to(self.device)])
+        if isinstance(losses, PreferenceLosses):  # the model as it is now is the reference of the steps below
+            self.batch = replace(self.batch, reference=losses.measured)
         loss = self.loss_sum.total.item() / self.batch.num_losses
         message = f"{encoder_tokens} encoder and {tokens} target tokens: {loss:.4f} nats per token"
         return math.isfinite(loss), message, {"loss": loss}
 
     def _initial_loss(self) -> Result:
         sizes, loss = self.run_model.config, self.loss_sum.total.item() / self.batch.num_losses
+        if TASKS[self.batch.tasks[0]].per_example:
+            return math.isfinite(loss), f"{loss:.4f} per example", {"loss": loss}
         if self.config.model.architecture is None:
             return 0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss}
         # Of fresh weights: ln(vocabulary), and the effect of random logits. The head's inputs have the norm sqrt(H),

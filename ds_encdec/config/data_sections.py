@@ -35,8 +35,8 @@ class Source(Section):
 
     dataset_name: Annotated[str, Mark.TEXTS, ADDRESS] = "HuggingFaceFW/fineweb-edu"
     """Hub id of a data set; `builtin` (text that every CPython installation has), `builtin_task` (a task made of it),
-    `random` (random ids); `text`, `json`, `csv` or `parquet` (local files, see `data_files`); `python:MODULE:FUNCTION`,
-    your own reader (docs/library.md)."""
+    `builtin_pairs` (preferences of its answers), `random` (random ids); `text`, `json`, `csv` or `parquet` (local
+    files, see `data_files`); `python:MODULE:FUNCTION`, your own reader (docs/library.md)."""
     dataset_config: Annotated[str | None, Mark.TEXTS] = None
     """Configuration (subset) of a Hugging Face data set."""
     dataset_split: Annotated[str, Mark.TEXTS] = "train"
@@ -82,9 +82,9 @@ class EvalSet(Section):
 class DataConfig(Source):
     """The documents that are read, how they are denoised, and how they are packed."""
 
-    objective: Literal["ul2", "sft"] = "ul2"
+    objective: Literal["ul2", "sft", "dpo"] = "ul2"
     """`ul2` fills in what denoisers have taken out of a text; `sft` writes the output that goes with an input
-    (docs/fine-tuning.md)."""
+    (docs/fine-tuning.md); `dpo` prefers one answer to another (docs/preferences.md)."""
     mixture: Annotated[tuple[MixtureSource, ...] | None, Mark.TEXTS] = None
     """Weighted mixture of sources; replaces `dataset_name`."""
     mixture_weights_count: Annotated[Literal["documents", "tokens"], Mark.TEXTS] = "documents"

@@ -14,7 +14,7 @@ from ds_encdec.config.file_rows import RowError, array_rows, csv_rows, is_array,
 from ds_encdec.config.packed_files import first_bytes
 from ds_encdec.config.sections import ModelConfig
 from ds_encdec.config.settings import Conflict
-from ds_encdec.registry.objectives import OBJECTIVES, columns_by_field, conversation_column
+from ds_encdec.registry.objectives import OBJECTIVES, columns_by_field
 from ds_encdec.registry.source_kinds import local_kind
 
 
@@ -51,17 +51,20 @@ def _absent_columns(
     has = f"it has {', '.join(columns):.300}"
     if data.converter is not None:  # it makes the columns
         return
-    if not OBJECTIVES[data.objective].takes_records:
+    objective = OBJECTIVES[data.objective]
+    if not objective.takes_records:
         if source.text_column not in columns:
             setting = f"{field.rpartition('.')[0]}.text_column"
             yield Conflict((field, setting), f"the first row has no such column; {has}: set {setting}=COLUMN")
-    elif conversation_column(data, columns) is None:
-        for name, column in columns_by_field(data).items():
+    elif needed := objective.needed(data, columns):
+        for name, column in needed.items():
             if column not in columns and column.partition(".")[0] not in columns:
+                in_templates = name in columns_by_field(data)
                 yield Conflict(
                     (field,),
-                    f"the templates need {{{name}}}, and the first row has no column {column}; {has}: "
-                    f"set data.field_mapping.{name}=COLUMN, or change the template",
+                    f"{'the templates need' if in_templates else 'a pair needs'} {{{name}}}, and the first row has no "
+                    f"column {column}; {has}: set data.field_mapping.{name}=COLUMN, or "
+                    f"{'change the template' if in_templates else 'make it by data.converter'}",
                 )
     elif model.tokenizer_name_or_path == "builtin":
         yield Conflict(

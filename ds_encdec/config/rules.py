@@ -12,7 +12,7 @@ from ds_encdec.config.settings import Conflict, conflicts_in, unknown_key
 from ds_encdec.config.training_rules import training_rules
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.engines import ENGINES, EngineName, EngineSpec
-from ds_encdec.registry.objectives import OBJECTIVES, template_parts
+from ds_encdec.registry.objectives import OBJECTIVES, PREFERENCE_COLUMNS, template_parts
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES, local_kind
 
 # Ids of a byte-level tokenizer before the first merge: 256 bytes, padding, end of sequence.
@@ -149,6 +149,10 @@ def _records(data: DataConfig) -> Iterator[Conflict]:
         known |= fields
         if not fields:
             yield conflict(name, "must hold a field, `{name}`, that a row fills in")
+        elif data.objective == "dpo" and name == "output_template" and "output" not in fields:
+            yield conflict(name, "must hold `{output}`, which is the chosen answer, and then the rejected one")
+    if data.objective == "dpo":
+        known = known - {"output"} | {*PREFERENCE_COLUMNS}
     for field in sorted(data.field_mapping.keys() - known) if known else ():
         yield conflict("field_mapping", f"no template has a field {field}: {unknown_key(field, known)}")
     if data.converter is not None and not is_dotted(data.converter):

@@ -59,6 +59,8 @@ def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
         ("infra.sharding_stage", "zero0", "infra.offload_optimizer", "none"),
         ("infra.offload_optimizer", "nvme", "training.async_save", False),  # the host has no memory for a copy
         ("training.fp16", True, "training.bf16", False),
+        ("data.objective", "dpo", "data.input_template", "{prompt}"),
+        ("data.objective", "dpo", "data.output_template", "{output}"),
     ):
         if isinstance(found := settings.get(source), type(value)) and found == value:
             yield source, field, decided

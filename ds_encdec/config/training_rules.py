@@ -63,6 +63,7 @@ def training_rules(config: Sections) -> Iterator[Conflict]:
     yield from _fields_not_read(training)
     yield from _optimization(config)
     yield from _teacher(config)
+    yield from _preferences(config)
     yield from _evaluation(config)
     yield from _saving(config)
 
@@ -189,6 +190,17 @@ def _teacher(config: Sections) -> Iterator[Conflict]:
         yield conflict("teacher data.ul2_task_weights", "a decoder teaches only S, whose weight is 0: raise it")
     if data.use_mode_tokens:
         yield conflict("teacher data.use_mode_tokens", "a decoder knows no mode tokens: set use_mode_tokens=false")
+def _preferences(config: Sections) -> Iterator[Conflict]:
+    training, dpo, name = config.training, config.training.dpo, config.data.objective
+    conflict = conflicts_in("training")
+    per_example = any(TASKS[task].per_example for task in OBJECTIVES[name].tasks)
+    for field in training.changed("loss", "label_smoothing", "z_loss") if per_example else ():
+        instead = " (training.dpo has a loss and a label_smoothing)" if name == "dpo" else ""
+        yield conflict(f"{field} data.objective", f"{name} does not learn tokens: remove it{instead}")
+    if dpo != type(dpo)() and name != "dpo":
+        yield conflict("dpo data.objective", f"{name} does not read it: set objective=dpo, or remove it")
+    if dpo.label_smoothing and dpo.loss != "sigmoid":
+        yield conflict("dpo.label_smoothing dpo.loss", f"{dpo.loss} does not read it: set loss=sigmoid, or remove it")
 
 
 def _evaluation(config: Sections) -> Iterator[Conflict]:

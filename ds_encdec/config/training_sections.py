@@ -14,6 +14,7 @@ from pydantic import (
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.generation import GenerationSettings
+from ds_encdec.config.objective_sections import PreferenceConfig
 from ds_encdec.config.section_base import ADDRESS, Mark, Names, Section, words
 from ds_encdec.registry.objectives import FIGURES as OBJECTIVE_FIGURES
 from ds_encdec.registry.text_metrics import FIGURES
@@ -102,6 +103,8 @@ class TrainingConfig(Section):
     attention_dropout: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
     """Share of the attention weights that is set to zero in training; refused where only the 16-bit GPU kernel
     `torch.nn.attention.varlen`, which has none, would run."""
+    dpo: Annotated[PreferenceConfig, Mark.TUNABLE] = PreferenceConfig()
+    """How answers are preferred, with `data.objective: dpo`."""
     loss: Annotated[str, Mark.TUNABLE] = "cross_entropy"
     """`module:name`: your own function, which returns each target token's loss in training (docs/library.md). Reported
     losses stay plain cross-entropy, here and with the next two."""
@@ -178,7 +181,7 @@ class TrainingConfig(Section):
     early stopping; `NAME/loss` (or `eval_NAME_loss`) of a set of `data.eval_sets`. Figures of texts need
     `eval_generate_samples`. `module:name`: your own metric (docs/library.md)."""
     greater_is_better: Annotated[bool | None, Mark.TUNABLE] = None
-    """A greater figure is the better one; None: of all but `loss` and `perplexity`."""
+    """A greater figure is the better one; None: of all but `loss` and `perplexity`, and as the objective has it."""
     early_stopping_patience: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1)
     """Evaluations in a row without a better `metric_for_best_model` after which the run is complete; None: all
     steps."""

@@ -47,6 +47,7 @@ class TrainingData:
     ratio: float  # encoder tokens per decoder token
     commits: Mapping[str, str]  # see `resolve_commits`
     eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
+    evaluated: Sequence[Callable[[], Sequence[Example]]]  # the examples of each set, if there are evaluations
     forms: Sequence[str] = ()  # see `take_survey`
 
     def saved(self) -> dict[str, Any]:
@@ -56,6 +57,7 @@ class TrainingData:
             "encoder_decoder_ratio": self.ratio,
             "dataset_commits": dict(self.commits),
             "input_forms": [*self.forms],
+            **({} if self.loader.reference is None else {"reference": self.loader.reference.digest}),
         }
 
 
@@ -106,15 +108,17 @@ def build_data(
         budgets = token_budgets(data, training.per_device_eval_batch_size, ratio)
         return cache(lambda: loader.collated(packed(find(), pipeline, budgets), budgets)), find
 
-    batches, examples = evaluated(own)
-    eval_sets = {}
+    found = {"": evaluated(own)}
     for name in data.eval_sets:
         try:
             of_set = replace(opener, data=data.of_eval_set(name))
-            eval_sets[name], _ = evaluated(of_set.open_split("validation", name))
+            found[name] = evaluated(of_set.open_split("validation", name))
         except DataError as error:
             raise DataError(f"data.eval_sets.{name}: {error}") from error
-    return TrainingData(loader, batches, examples, pipeline, facts, ratio, commits, eval_sets, forms)
+    (batches, examples), *_ = found.values()
+    eval_sets = {name: of_set for name, (of_set, _) in found.items() if name}
+    finders = [find for _, find in found.values()] if training.eval_samples else []
+    return TrainingData(loader, batches, examples, pipeline, facts, ratio, commits, eval_sets, finders, forms)
 
 
 def held_out_shares(data: DataConfig) -> dict[Split, float]:

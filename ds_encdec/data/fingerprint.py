@@ -34,7 +34,7 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
     beginnings and ends of their files (local)."""
     maker, ids = pipeline.maker, pipeline.maker.vocabulary
     mine = OBJECTIVES[config.data.objective]
-    foreign = {name for row in OBJECTIVES.values() if row is not mine for name in row.own_fields}
+    foreign = {name for row in OBJECTIVES.values() for name in row.own_fields} - {*mine.own_fields}
     ordering = [path.removeprefix("data.") for path in marked(Mark.ORDER)]
     tests_elsewhere = mine.held_out(config.data)[1] and config.data.own_split("test")
     facts: Facts = {

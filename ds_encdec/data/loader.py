@@ -25,6 +25,7 @@ import torch
 from ds_encdec.base.types import IGNORE_INDEX, Batch, CheckpointError, DataError, Example, RowCounts
 from ds_encdec.config.shares import Budgets, per_rank
 from ds_encdec.data.lane import LanePipeline, lane_batches
+from ds_encdec.data.reference import ReferenceTable
 from ds_encdec.data.workers import Worker
 from ds_encdec.registry.objectives import OBJECTIVES, TASKS
 
@@ -45,6 +46,7 @@ class LaneLoader:
         per_rank(pipeline.num_lanes, world_size, "data.num_lanes")
         self.lanes = tuple(range(rank, pipeline.num_lanes, world_size))
         self.workers: list[Worker] = []
+        self.reference: ReferenceTable | None = None  # for objectives that have one, set before the first step
         self._pipeline = pipeline
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
         self._rank, self._world_size = rank, world_size
@@ -63,8 +65,12 @@ class LaneLoader:
 
     def _collated(self, examples: list[Example], record: dict[str, Any]) -> Batch:
         lane = record["lane"]
-        batch = self._collate(known(examples, self._pipeline, f" (lane {lane})"), self._pipeline.budgets)
+        batch = self._packed(known(examples, self._pipeline, f" (lane {lane})"), self._pipeline.budgets)
         return dataclasses.replace(batch, lane=lane, number=record["batches"], digest=token_digest(batch, lane))
+
+    def _packed(self, examples: Sequence[Example], budgets: Budgets) -> Batch:
+        reference = None if self.reference is None else self.reference(examples)
+        return self._collate(examples, budgets, reference=reference)
 
     def _start(self) -> None:
         if not self._num_workers:
@@ -83,7 +89,7 @@ class LaneLoader:
         """Return this rank's share of batches that all ranks have; empty ones make the shares equally long."""
         batches = list(packed)
         batches += [[]] * (-len(batches) % self._world_size)
-        return [self._collate(examples, budgets) for examples in batches[self._rank :: self._world_size]]
+        return [self._packed(examples, budgets) for examples in batches[self._rank :: self._world_size]]
 
     @property
     def epoch(self) -> int:
@@ -154,6 +160,7 @@ def collate(
     start_id: int,
     *,
     mask_id: int | None = None,
+    reference: torch.Tensor | None = None,
     pin_memory: bool = False,
 ) -> Batch:
     """Concatenate the segments of examples into one micro-batch, with boundaries, padded at the end to the budgets; see
@@ -187,6 +194,7 @@ def collate(
             1 if TASKS[example.denoiser].per_example else sum(len(target) for _, target in example.segments)
             for example in examples
         ),
+        reference=reference,
     )
     if not pin_memory:
         return batch

@@ -17,6 +17,8 @@ from ds_encdec.config.yaml.plain_files import read_json
 if TYPE_CHECKING:
     import torch
 
+    from ds_encdec.objectives.protocol import Losses
+
 # Called once per step with the global gradient norm (float32 scalar, pre-clip); True, on every rank, skips the step.
 Veto = Callable[["torch.Tensor"], bool]
 
@@ -46,6 +48,7 @@ class Engine(Protocol):
 
     device: torch.device
     model: torch.nn.Module  # wrapped; parameters may be sharded: do not read them outside the engine
+    objective: Losses
 
     def losses(self, batches: Sequence[Batch]) -> Iterator[LossSum]:
         """Yield the losses of this rank's micro-batches of one optimizer step, from any device, in training mode.

@@ -33,6 +33,7 @@ from ds_encdec.model.modeling import PackedLossOutput, Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.model.weights import keyed_seed
 from ds_encdec.objectives.protocol import losses_of, run_packed
+from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.optimizers import row_of
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class ShardedEngine(ABC):
             self._undo.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
-        self._losses = losses_of(config, context.collectives)
+        self.objective = losses_of(config, context.collectives)
         self._lora = config.model.lora
         self._saves_frozen = self._lora is None  # beside adapters a checkpoint names the base instead
         self._teacher = teacher
@@ -84,7 +85,7 @@ class ShardedEngine(ABC):
         self._undo.close()
 
     def losses(self, batches: Sequence[Batch]) -> Iterator[LossSum]:
-        return self._losses(self._run, [batch.to(self.device) for batch in batches])
+        return self.objective(self._run, [batch.to(self.device) for batch in batches])
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Iterator[LossSum]:
@@ -230,6 +231,7 @@ def prepare_for_training(model: Qwen3ForSeq2SeqLM, config: FullConfig) -> None:
         random=draws_masks(config),
     )
     regularize(model, training)
+    model.lm_head.per_token = OBJECTIVES[config.data.objective].weighs_tokens
 
 
 def regularize(model: Qwen3ForSeq2SeqLM, training: TrainingConfig) -> None:

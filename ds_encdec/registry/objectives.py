@@ -26,6 +26,7 @@ TASKS: dict[str, Task] = {
     "SFT": Task(continues=True),
     "CONTRASTIVE": Task(per_example=True),
     "MNTP": Task(on_encoder=True),
+    "DPO": Task(per_example=True),
 }
 
 
@@ -43,6 +44,12 @@ FIGURES: dict[str, Figure] = {
     "retrieval_accuracy": Figure("retrieval"),
     "mrr": Figure("retrieval"),
     TEACHERS_FIGURE: Figure("distillation", higher_is_better=False),
+    "reward_accuracy": Figure("reward accuracy"),
+    "reward_margin": Figure("rewards"),
+    "reward_chosen": Figure("rewards"),
+    "reward_rejected": Figure("rewards", higher_is_better=False),
+    "logp_chosen": Figure("log-probabilities"),
+    "logp_rejected": Figure("log-probabilities", higher_is_better=False),
 }
 
 # What a `LossSum` counts: the losses by task, and the figures.
@@ -67,10 +74,11 @@ class Objective:
     `encoder_only`: no decoder is trained.
 
     `tasks`: its kinds of examples; `weights`: how often each is drawn, relative. `columns`: if documents are rows and
-    not texts, the columns to read of a table that has these. `own_fields`: fields of `data` that no other objective
-    reads; `read_fields`: those of them that decide a document's token ids. `held_out`: the shares of documents for
-    validation and for test, which `split_fields` decide; with `split_advice` there are some for validation.
-    `expected_ratio`: encoder tokens per decoder token that are assumed before data is read.
+    not texts, the columns to read of a table that has these; `needed`: those without which a row gives no example, by
+    field. `own_fields`: fields of `data` that not all objectives read; `read_fields`: those of them that decide a
+    document's token ids. `held_out`: the shares of documents for validation and for test, which `split_fields` decide;
+    with `split_advice` there are some for validation. `expected_ratio`: encoder tokens per decoder token that are
+    assumed before data is read.
     """
 
     maker: str
@@ -82,6 +90,7 @@ class Objective:
     held_out: Callable[[Any], tuple[float, float]]
     expected_ratio: Callable[[Any], float]
     columns: Callable[[Any, Sequence[str]], Sequence[str]] | None = None
+    needed: Callable[[Any, Collection[str]], dict[str, str]] = lambda *_: {}
     read_fields: tuple[str, ...] = ()
     losses: str = "ds_encdec.objectives.tokens:token_losses"
     figures: tuple[str, ...] = ()
@@ -102,6 +111,11 @@ class Objective:
     def takes_records(self) -> bool:
         """True if a document is a row, with its columns, and not a text."""
         return self.columns is not None
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """True if the loss is no sum over the decoder's tokens: it needs a gradient for each token's."""
+        return not self.encoder_only and any(TASKS[task].per_example for task in self.tasks)
 
 
 # Forms of the inputs of fine-tuning: a row's fields in `input_template`, and a conversation.
@@ -141,6 +155,32 @@ def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
     return [name for name in existing if needs_all or name in read]
 
 
+# The columns that data sets of preferences have, by what they hold, in the order in which they are looked for.
+PREFERENCE_COLUMNS = {
+    "prompt": ("prompt", "question", "instruction", "input", "conversations"),
+    "chosen": ("chosen", "chosen_response"),
+    "rejected": ("rejected", "rejected_response"),
+}
+
+
+def preference_columns(data: Any, existing: Collection[str]) -> dict[str, str]:
+    """Return the columns of `prompt`, `chosen` and `rejected` in a row with these columns; one that it lacks by its
+    first name."""
+    return {
+        name: data.field_mapping.get(name) or next((one for one in names if one in existing), names[0])
+        for name, names in PREFERENCE_COLUMNS.items()
+    }
+
+
+def _columns_of_preferences(data: Any, existing: Sequence[str]) -> Sequence[str]:
+    named = preference_columns(data, existing)
+    filling = {*named.values(), *columns_by_field(data).values()}
+    heads = {name if name in existing else name.partition(".")[0] for name in filling}
+    read = {*heads, *PREFERENCE_COLUMNS["prompt"], SYSTEM, data.tools_column, data.weight_column}
+    needs_all = data.converter is not None or not {named["chosen"], named["rejected"]} <= {*existing}
+    return [name for name in existing if needs_all or name in read]
+
+
 _RENDERED = (
     "input_template",
     "output_template",
@@ -151,6 +191,19 @@ _RENDERED = (
     "weight_column",
     "chat_targets",
 )
+
+# How rows are divided, whatever examples are made of them.
+_ROW_SPLITS: dict[str, Any] = {
+    "split_fields": ("train_split_ratio", "val_test_split_ratio"),
+    "split_advice": "train_split_ratio < 1 and val_test_split_ratio > 0",
+    "held_out": lambda data: (
+        (1 - data.train_split_ratio) * data.val_test_split_ratio,
+        (1 - data.train_split_ratio) * (1 - data.val_test_split_ratio),
+    ),
+}
+
+# The fields that preferences read.
+_PREFERRED = tuple(name for name in _RENDERED if name not in ("messages_column", "chat_targets"))
 
 # The rows by the value of `data.objective`.
 OBJECTIVES = {
@@ -169,14 +222,33 @@ OBJECTIVES = {
         tasks=("SFT",),
         weights=lambda _: (1.0,),
         own_fields=("objective", *_RENDERED, "on_long_row", "train_split_ratio", "val_test_split_ratio"),
-        split_fields=("train_split_ratio", "val_test_split_ratio"),
-        split_advice="train_split_ratio < 1 and val_test_split_ratio > 0",
-        held_out=lambda data: (
-            (1 - data.train_split_ratio) * data.val_test_split_ratio,
-            (1 - data.train_split_ratio) * (1 - data.val_test_split_ratio),
-        ),
+        **_ROW_SPLITS,
         expected_ratio=lambda data: data.max_encoder_length / data.max_decoder_length,
         columns=_columns_of_records,
+        needed=lambda data, existing: {} if conversation_column(data, existing) else columns_by_field(data),
         read_fields=_RENDERED,
+    ),
+    "dpo": Objective(
+        maker="ds_encdec.data.examples.preferences:PreferenceMaker",
+        tasks=("DPO",),
+        weights=lambda _: (1.0,),
+        own_fields=("objective", *_PREFERRED, "on_long_row", "train_split_ratio", "val_test_split_ratio"),
+        **_ROW_SPLITS,
+        expected_ratio=lambda data: data.max_encoder_length / data.max_decoder_length,
+        columns=_columns_of_preferences,
+        needed=lambda data, existing: {
+            name: column for name, column in preference_columns(data, existing).items() if name != "prompt"
+        },
+        read_fields=_PREFERRED,
+        losses="ds_encdec.objectives.preferences:PreferenceLosses",
+        figures=(
+            "reward_chosen",
+            "reward_rejected",
+            "reward_margin",
+            "reward_accuracy",
+            "logp_chosen",
+            "logp_rejected",
+        ),
+        segments=lambda _: 2,
     ),
 }

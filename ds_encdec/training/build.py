@@ -44,6 +44,7 @@ from ds_encdec.training.absent import require_here
 from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.training.loop_state import Trainer
 from ds_encdec.training.profiling import StepProfiler
+from ds_encdec.training.reference import use_reference
 from ds_encdec.training.resume import load_engine, of_its_form, refuse_other_model, restored_state, with_steps
 from ds_encdec.training.run import Run, begin_recording, checkpoint_files, start_banner
 from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
@@ -286,6 +287,7 @@ def _build_trainer(
         require_folder=folder.require_present,
         judge=judge if metrics else None,
         callbacks=callbacks,
+        before_steps=partial(use_reference, run, data, engine, stop),
         rehearses=context.device.type != "cpu",
     )
     return trainer, expected, {"parameters": job.parameters, "trainable_parameters": job.trainable_parameters}

@@ -48,9 +48,10 @@ class Trainer:
     """A run with all its parts. `state` is the current one, `start` the one with which this process began. `eval_sets`:
     by name, "" for the held-out split. `run_files` takes a checkpoint's content beside the engine's files, as it is now
     (state, records of the recorder and the lanes, facts of the save), and returns a function that rank 0 calls later to
-    write it. `require_folder` raises if the run's folder is gone, and returns whether it has its checkpoints. `judge`
-    returns figures of generated texts, and some of the texts. `rehearses`: try evaluation and saves before the first
-    step, as on accelerators."""
+    write it. `require_folder` raises if the run's folder is gone, and returns whether it has its checkpoints.
+    `before_steps` does what an objective needs once, before the first evaluation or step: a collective. `judge` returns
+    figures of generated texts, and some of the texts. `rehearses`: try evaluation and saves before the first step, as
+    on accelerators."""
 
     config: FullConfig
     engine: Engine
@@ -65,6 +66,7 @@ class Trainer:
     require_folder: Callable[[], bool] = lambda: True
     judge: Callable[[], tuple[dict[str, float], list[Sample]]] | None = None
     callbacks: Sequence[Callback] = ()
+    before_steps: Callable[[], None] = lambda: None
     rehearses: bool = False
     ahead: NextStep | None = field(default=None, init=False)
     skipped_in_a_row: int = field(default=0, init=False)

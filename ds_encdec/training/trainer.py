@@ -40,6 +40,7 @@ def train(run: Trainer) -> TrainingState:
     """Train until `training.num_train_steps` steps have been applied, or early stopping; returns the final state.
     Raises Preempted after a save if the run is to stop; DivergedError if too many steps in a row were skipped, an alert
     demands it, or the rollbacks are used up; CheckpointError if the last save fails. A save may still be under way."""
+    run.before_steps()
     _rehearse(run)
     # The last evaluation was not finite, or `num_train_steps` was lowered to this step. A rollback may end there again.
     is_final = run.checkpoints.files.is_final

@@ -29,6 +29,7 @@ class ExampleMaker(Protocol):
 
     vocabulary: Vocabulary
     tokenize: Callable[[Document], np.ndarray]  # a text's ids, int32 [n]; special tokens in the text are split
+    pieces: int = 1  # arrays of ids that `read` returns for an example; 1: the document's ids alone
 
     @property
     def why_empty(self) -> str:

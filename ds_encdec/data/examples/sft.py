@@ -1,4 +1,5 @@
-"""Examples for fine-tuning: a record of a data set becomes an input text and an output text, both tokenized.
+"""Examples for fine-tuning: a record of a data set becomes an input text and an output text, both tokenized. Makers of
+other examples of records (preferences.py) share all of it, and have more outputs.
 
 Two templates are filled from a record, or its messages go through the tokenizer's chat template. The encoder reads the
 input, without EOS; the decoder's target is the output and EOS. Special tokens in a template become special ids, but in
@@ -37,12 +38,11 @@ from ds_encdec.tokenizer.sentinels import Vocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Pair: TypeAlias = tuple[np.ndarray, np.ndarray]  # input and output of an example, int32 each; the output ends with EOS
+# The input and the outputs of an example, int32 each; an output ends with EOS.
+Sides: TypeAlias = Sequence[np.ndarray]
 
 # A private-use character: it follows the first character of a special token that a user has written.
 _MARK = "\U000f0000"
-
-_TASK = "SFT"
 
 # The fields in which data sets (of OpenAI, axolotl, ms-swift) mark whether a turn is learnt.
 _TURN_WEIGHTS = ("weight", "train", "trainable", "training", "loss", "loss_scale")
@@ -97,6 +97,8 @@ class PairMaker(ExampleMaker):
     """The `ExampleMaker` of fine-tuning. Raises ConfigError for a converter that cannot be imported."""
 
     tokenize: TextTokenizer
+    pieces = 2
+    task = "SFT"
 
     def __init__(
         self, data: DataConfig, _seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
@@ -130,22 +132,17 @@ class PairMaker(ExampleMaker):
             "and data.train_split_ratio"
         )
 
-    def read(self, document: Document) -> Sequence[Pair] | BadRow:
-        """Return the pairs of a record, or a bad row. Raises ConfigError for a conversation without a chat template."""
+    def read(self, document: Document) -> Sequence[Sides] | BadRow:
+        """Return the examples of a record, or a bad row. Raises ConfigError for messages without a chat template."""
         if document.token_ids is not None or document.record is None:
             return document.token_ids or ()
         try:
-            texts = [pair for record in self._converted(document.record) for pair in self._texts(record)]
+            texts = [sides for record in self._converted(document.record) for sides in self._texts(record)]
         except UnusableError as error:
             return BadRow(document.key, f"{document.key}: {error}")
         if broken := next(filter(None, map(not_unicode, chain.from_iterable(texts))), None):
             return BadRow(document.key, f"{document.key}: {broken}")
-        eos = self.vocabulary.eos_id
-        pairs = [(self._begun(self._encode(source)), self._encode(target)) for source, target in texts]
-        return [
-            (source, target if len(target) and target[-1] == eos else np.append(target, np.int32(eos)))
-            for source, target in pairs
-        ]
+        return [(self._begun(self._encode(source)), *map(self._ended, targets)) for source, *targets in texts]
 
     def form(self, document: Document) -> str | None:
         if document.record is None:
@@ -153,37 +150,44 @@ class PairMaker(ExampleMaker):
         is_chat = any(self._messages(record)[1] is not None for record in self._converted(document.record))
         return CHAT if is_chat else TEMPLATES
 
-    def size(self, ids: Sequence[Pair]) -> int:
-        return sum(len(source) + len(target) for source, target in ids)
+    def size(self, ids: Sequence[Sides]) -> int:
+        return sum(len(source) * len(targets) + sum(map(len, targets)) for source, *targets in ids)
 
-    def ratio(self, read: Sequence[Sequence[Pair]]) -> float:
-        most = (self.data.max_encoder_length, self.data.max_decoder_length)
-        source, target = (sum(min(len(pair[side]), most[side]) for pairs in read for pair in pairs) for side in (0, 1))
-        return source / target
-
-    def examples(self, ids: Sequence[Pair], document: str, epoch: int, wanted: Container[int] = ALL) -> Iterator[Made]:
+    def ratio(self, read: Sequence[Sequence[Sides]]) -> float:
         longest, longest_target = self.data.max_encoder_length, self.data.max_decoder_length
-        for number, (source, target) in enumerate(ids):
+        made = [sides for ids in read for sides in ids]
+        encoder_tokens = sum(min(len(source), longest) * len(targets) for source, *targets in made)
+        return encoder_tokens / sum(min(len(target), longest_target) for _, *targets in made for target in targets)
+
+    def examples(self, ids: Sequence[Sides], document: str, epoch: int, wanted: Container[int] = ALL) -> Iterator[Made]:
+        longest, longest_target = self.data.max_encoder_length, self.data.max_decoder_length
+        for number, (source, *targets) in enumerate(ids):
             if number not in wanted:
                 continue
             problems = []
             if len(source) > longest:
                 problems.append(f"the input has {len(source)} tokens, above data.max_encoder_length={longest}")
-            if (length := len(target)) > longest_target:
+            if (length := max(map(len, targets))) > longest_target:
                 problems.append(
                     f"the output has {length}, EOS included, above data.max_decoder_length={longest_target}"
                 )
             if problems and self.data.on_long_row == "stop":
                 fix = "Raise that, or set data.on_long_row=skip or truncate"
                 raise DataError(f"{document}: {'; '.join(problems)}. {fix}")
-            is_kept = not problems or self.data.on_long_row == "truncate"
-            example = Example(source[:longest], target[:longest_target], _TASK, document) if is_kept else None
+            kept = [(source[:longest], target[:longest_target]) for target in targets]
+            is_kept = not problems or (self.data.on_long_row == "truncate" and self._teaches(kept))
+            example = Example(*kept[0], self.task, document, tuple(kept[1:])) if is_kept else None
             yield Made(number, example, number + 1 == len(ids), bool(problems))
 
-    def checked(self, ids: Sequence[Pair], document: str) -> Iterator[tuple[str, bool]]:
+    def _teaches(self, cut: Sequence[Sides]) -> bool:
+        """Return whether something can be learnt from the inputs and outputs of an example that were cut off."""
+        return True
+
+    def checked(self, ids: Sequence[Sides], document: str) -> Iterator[tuple[str, bool]]:
         empty = len(self.vocabulary.beginning())
-        for source, target in ids:
-            yield _TASK, len(source) > empty and len(target) > 1 and target[-1] == self.vocabulary.eos_id
+        for source, *targets in ids:
+            ends = all(len(target) > 1 and target[-1] == self.vocabulary.eos_id for target in targets)
+            yield self.task, len(source) > empty and ends
 
     def facts(self) -> dict[str, Any]:
         return self._facts
@@ -202,6 +206,10 @@ class PairMaker(ExampleMaker):
         """Return the ids of an input with BOS before them where texts begin with it; a chat template may write one."""
         beginning = np.array(self.vocabulary.beginning(), dtype=np.int32)
         return ids if np.array_equal(ids[: len(beginning)], beginning) else np.concatenate([beginning, ids])
+
+    def _ended(self, target: str) -> np.ndarray:
+        ids, eos = self._encode(target), self.vocabulary.eos_id
+        return ids if len(ids) and ids[-1] == eos else np.append(ids, np.int32(eos))
 
     def _break(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -224,28 +232,40 @@ class PairMaker(ExampleMaker):
             raise UnusableError(f"{named} returned {wrong[0]}, and must return a dict or a list of dicts")
         return made
 
-    def _texts(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    def _texts(self, record: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         weight = None if self._weight_column is None else present(record.get(self._weight_column))
         try:
             if weight is not None and not _is_learnt(weight, f"its {self._weight_column}"):
                 return
         except UnusableError as error:
             raise UnusableError(f"{error}. If that column is not a weight, set data.weight_column=null") from error
+        yield from self._sides(record)
+
+    def _sides(self, record: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+        """Yield the input and the outputs of each example of a record, in which special tokens are marked."""
         column, messages = self._messages(record)
         if messages is None:
-            filled, fields = [], []
-            for parts in self._templates:
-                values = [(literal, "" if name is None else self._value(record, name)) for literal, name in parts]
-                filled.append("".join(literal + self._break(value) for literal, value in values))
-                fields = [value for _, value in values]  # the last time those of the output
-            yield _not_empty(filled[0], filled[1] if any(field.strip() for field in fields) else "")
-        elif self.chat is None:
+            (source, _), (target, has_text) = self._filled(record)
+            yield _not_empty(source, target if has_text else "")
+        else:
+            yield from self._turns(self._chat_of(column), messages, record)
+
+    def _filled(self, record: Mapping[str, Any]) -> list[tuple[str, bool]]:
+        """Return the text of each template, and whether any of its fields is more than blanks."""
+        filled = []
+        for parts in self._templates:
+            values = [(literal, "" if name is None else self._value(record, name)) for literal, name in parts]
+            text = "".join(literal + self._break(value) for literal, value in values)
+            filled.append((text, any(value.strip() for _, value in values)))
+        return filled
+
+    def _chat_of(self, column: str | None) -> ChatTemplate:
+        if self.chat is None:
             raise ConfigError(
                 f"data.messages_column={column}: the rows are conversations, and the tokenizer has no chat template. "
                 "Name one that has (model.tokenizer_name_or_path), or another column for rows of fields"
             )
-        else:
-            yield from self._turns(self.chat, messages, record)
+        return self.chat
 
     def _messages(self, record: Mapping[str, Any]) -> tuple[str | None, Any]:
         column = conversation_column(self.data, record)
@@ -270,9 +290,7 @@ class PairMaker(ExampleMaker):
 
     def _turns(self, chat: ChatTemplate, messages: Any, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield the learnt turns of the assistant (or the last) with prompts; first or empty ones only if alone."""
-        tools = record.get(self.data.tools_column)
-        tools = None if tools is None else self._break(_as_list(tools, "tools"))
-        read = _read_conversation(self._break(_as_list(messages, "messages")), self._break(record.get(SYSTEM)))
+        read = self._conversation(messages, record)
         conversation = [turn for turn, _ in read]
         turns = [number for number, turn in enumerate(conversation) if turn["role"] == "assistant"]
         if not turns:
@@ -283,11 +301,23 @@ class PairMaker(ExampleMaker):
             return
         pairs = []
         for number in [turn for turn in turns if turn] or turns if self.data.chat_targets == "every" else turns[-1:]:
-            prompt = chat.render(conversation[:number], tools or None, is_prompt=True)
-            whole = chat.render(conversation[: number + 1], tools or None, is_prompt=False)
-            target = whole.removeprefix(prompt) if whole.startswith(prompt) else conversation[number].get("content")
-            pairs.append((prompt, self._ending.sub("", target) if isinstance(target, str) else ""))
+            pairs.append(self._rendered(chat, conversation[: number + 1], record))
         yield from [pair for pair in pairs if pair[0] and pair[1].strip()] or [_not_empty(*pairs[-1])]
+
+    def _conversation(self, messages: Any, record: Mapping[str, Any]) -> list[tuple[dict[str, Any], bool]]:
+        """Return the turns with the row's system turn before them, and whether each is learnt."""
+        return _read_conversation(self._break(_as_list(messages, "messages")), self._break(record.get(SYSTEM)))
+
+    def _rendered(
+        self, chat: ChatTemplate, conversation: list[dict[str, Any]], record: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """Return the prompt before the last turn, and that turn without special tokens at its end."""
+        tools = record.get(self.data.tools_column)
+        tools = None if tools is None else self._break(_as_list(tools, "tools"))
+        prompt = chat.render(conversation[:-1], tools or None, is_prompt=True)
+        whole = chat.render(conversation, tools or None, is_prompt=False)
+        target = whole.removeprefix(prompt) if whole.startswith(prompt) else conversation[-1].get("content")
+        return prompt, self._ending.sub("", target) if isinstance(target, str) else ""
 
 
 def _not_empty(source: str, target: str) -> tuple[str, str]:

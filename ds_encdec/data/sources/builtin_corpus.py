@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,25 @@ class BuiltinTask:
         return Document(key, f"{signature}\n{answer}", record=record)
 
 
+class BuiltinPairs(BuiltinTask):
+    """The task's rows as preferences: the right answer is chosen, that of another signature rejected, so that no answer
+    is more often right than wrong. A row has `prompt`, `chosen` and `rejected`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.identity |= {"kind": "builtin_pairs"}
+
+    def document(self, index: int) -> Document:
+        """Row `index`; as a text, its signature and what it is."""
+        key, signature, answer = self._rows[index]
+        draw = keyed_generator(0, "wrong answer", key)
+        others = (self._rows[draw.integers(len(self._rows))][2] for _ in count())
+        wrong = next(other for other in others if other != answer)
+        prompt = f"{TASK_INSTRUCTION}\n{signature}\n"
+        record = {"prompt": prompt, "chosen": answer, "rejected": wrong}
+        return Document(key, f"{signature}\n{answer}", record=record)
+
+
 class RandomIds:
     """A `MapSource` of random ids, in documents of log-normal length (median 620 tokens, sigma 1, like web pages)."""
 
@@ -164,9 +184,9 @@ def _read_signatures(library: Path, sources: Iterable[Path]) -> list[tuple[str, 
 
 def _answer(arguments: ast.arguments) -> str:
     names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    count = len(names) + (arguments.vararg is not None) + (arguments.kwarg is not None)
+    number = len(names) + (arguments.vararg is not None) + (arguments.kwarg is not None)
     kind = "method" if names[:1] in (["self"], ["cls"]) else "function"
-    return f"a {kind} with {count} argument{'s' * (count != 1)}"
+    return f"a {kind} with {number} argument{'s' * (number != 1)}"
 
 
 def _source_files(folder: Path) -> Iterator[Path]:

@@ -80,7 +80,7 @@ class PreparedSource:
         if damaged := [self._folder / shard.file for shard in self._shards if not _is_whole(self._folder, shard)]:
             raise DataError(f"data.prepared_dir: {damaged[0]} is missing or damaged: {_PREPARE}")
         self._first = [0, *accumulate(shard.rows for shard in self._shards)]
-        self._makes_pairs = OBJECTIVES[data.objective].takes_records
+        self._pieces = maker.pieces
         self._batches: dict[int, Any] = {}
         kind = {"kind": f"prepared {index['identity']['kind']}"} if index["is_stream"] else {}
         self.identity: dict[str, Any] = {**index["identity"], **kind}
@@ -111,7 +111,8 @@ class PreparedSource:
         pieces = [piece.values.to_numpy() for piece in batch.column("token_ids")[row]]
         if _crc32(*pieces) != batch.column("crc32")[row].as_py():
             raise _damaged(self._folder / self._shards[self._number(index)].file)
-        return Document(key, "", tuple(zip(pieces[::2], pieces[1::2], strict=True)) if self._makes_pairs else pieces[0])
+        of_examples = tuple(zip(*[iter(pieces)] * self._pieces, strict=True))
+        return Document(key, "", pieces[0] if self._pieces == 1 else of_examples)
 
     def _number(self, index: int) -> int:
         return int(np.searchsorted(self._first, index, side="right")) - 1

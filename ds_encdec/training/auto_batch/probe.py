@@ -130,7 +130,9 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
     data = config.data
     budgets = token_budgets(data, micro_batch_size, assumed_ratio(data))
     sides = (budgets.encoder_tokens, data.max_encoder_length), (budgets.decoder_tokens, data.max_decoder_length)
-    count = min(max(-(-tokens // longest) for tokens, longest in sides), budgets.max_examples)
+    segments = OBJECTIVES[data.objective].segments(data)  # of an example
+    count = min(max(-(-tokens // longest) for tokens, longest in sides), budgets.max_examples * segments)
+    count -= count % -segments
     draw = np.random.default_rng(0).integers
     encoder_ids, decoder_ids = (
         # Lengths that differ by one at most.
@@ -141,7 +143,9 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
         for tokens, longest in sides
     )
     task = next(iter(OBJECTIVES[data.objective].tasks))
-    return collate([Example(*ids, task, "") for ids in zip(encoder_ids, decoder_ids, strict=True)], budgets, start_id=0)
+    pairs = [*zip(encoder_ids, decoder_ids, strict=True)]
+    groups = [pairs[first : first + segments] for first in range(0, count, segments)]
+    return collate([Example(*first, task, "", tuple(others)) for first, *others in groups], budgets, start_id=0)
 
 
 def zero_weights(sizes: ModelSizes) -> WeightSource:
