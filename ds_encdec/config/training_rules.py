@@ -190,6 +190,8 @@ def _teacher(config: Sections) -> Iterator[Conflict]:
         yield conflict("teacher data.ul2_task_weights", "a decoder teaches only S, whose weight is 0: raise it")
     if data.use_mode_tokens:
         yield conflict("teacher data.use_mode_tokens", "a decoder knows no mode tokens: set use_mode_tokens=false")
+
+
 def _preferences(config: Sections) -> Iterator[Conflict]:
     training, dpo, name = config.training, config.training.dpo, config.data.objective
     conflict = conflicts_in("training")

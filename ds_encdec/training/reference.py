@@ -56,8 +56,10 @@ def use_reference(run: Run, data: TrainingData, engine: Engine, stop: StopReques
 
 
 def _facts(run: Run, data: TrainingData) -> dict[str, str]:
-    config = run.config
-    base = run.model.base or base_record(config.model, base_model(config.model, run.model.config, config.training.seed))
+    section = run.config.model
+    base = run.model.base or base_record(
+        section.model_name_or_path, base_model(section, run.model.config, run.config.training.seed)
+    )
     tokenizer = [data.fingerprint[name] for name in ("tokenizer", "special tokens")]
     return {"reference": base["sha256"], "tokenizer": digest(tokenizer), "data": digest(data.fingerprint)}
 
