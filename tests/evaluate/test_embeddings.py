@@ -188,15 +188,24 @@ def test_embeddings_are_those_of_sentence_transformers(root: Path, tmp_path: Pat
         torch.testing.assert_close(normalize(embed(texts, kind)), normalize(expected), rtol=1e-4, atol=1e-5)
 
 
+def test_keys_are_in_the_order_of_similarities_and_then_of_documents() -> None:
+    values = [[-1.0, 0.5, -0.0, 0.0, 0.5, -0.25, 1.0, 5e-8, -5e-8]]
+    similarities, numbers = embeddings._read_keys(embeddings._best(embeddings._keys(torch.tensor(values), 3)))
+    assert numbers.tolist() == [[9, 4, 7, 10, 5, 6, 11, 8, 3]]
+    torch.testing.assert_close(similarities, torch.tensor(values).sort(descending=True).values, rtol=0, atol=0)
+    both = torch.cat([embeddings._keys(torch.full((1, 2), 0.5), first) for first in (2**31 - 2, 5)], 1)
+    assert embeddings._read_keys(embeddings._best(both))[1].tolist() == [[5, 6, 2**31 - 2, 2**31 - 1]]
+
+
 @pytest.mark.parametrize("block", [2**14, 7])
 def test_figures_of_documents_are_those_of_trec_eval(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     widths, best = list[int](), embeddings._best
 
-    def watched(*found: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        widths.extend(similarities.shape[1] for similarities, _ in found[1:])  # beside the best ones so far
-        return best(*found)
+    def watched(*keys: torch.Tensor) -> torch.Tensor:
+        widths.extend(one.shape[1] for one in keys[1:])  # beside the best ones so far
+        return best(*keys)
 
     monkeypatch.setattr(embeddings, "_best", watched)
     monkeypatch.setattr(embeddings, "_BLOCK_DOCUMENTS", block)
