@@ -23,7 +23,7 @@ from ds_encdec.launch.process_group import shutdown
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 
 _FOUND = 100  # documents for a query
-_BLOCK_DOCUMENTS, _BLOCK_SIMILARITIES = 2**14, 2**25  # the most of a block
+_BLOCK_DOCUMENTS, _BLOCK_SIMILARITIES = 2**14, 2**24  # the most of a block
 _FILES = ("1_Pooling/config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 _POOLINGS = {"mean": "pooling_mode_mean_tokens", "lasttoken": "pooling_mode_lasttoken"}  # with their older names
 
