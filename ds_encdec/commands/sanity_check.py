@@ -142,7 +142,8 @@ class Subject:
         if isinstance(losses, PreferenceLosses):  # the model as it is now is the reference of the steps below
             self.batch = replace(self.batch, reference=losses.measured)
         loss = self.loss_sum.total.item() / self.batch.num_losses
-        message = f"{encoder_tokens} encoder and {tokens} target tokens: {loss:.4f} nats per token"
+        unit = "example" if TASKS[self.batch.tasks[0]].per_example else "token"
+        message = f"{encoder_tokens} encoder and {tokens} target tokens: {loss:.4f} nats per {unit}"
         return math.isfinite(loss), message, {"loss": loss}
 
     def _initial_loss(self) -> Result:

@@ -25,7 +25,8 @@ def _objective_rows(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
     names = () if [*forms] == [CHAT] else ("input_template", "output_template")
     conversations = {"Conversations": "through the tokenizer's chat template"} if CHAT in forms else {}
     templates = {name: f"`{getattr(data, name)!r}`".replace("|", "\\|") for name in names}  # else a column ends there
-    return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates, **conversations}
+    words = {"sft": "supervised fine-tuning", "dpo": "preferences among answers"}[data.objective]
+    return {"Objective": f"{words} (`data.objective: {data.objective}`)", **templates, **conversations}
 
 
 def _cross_attention(made: Qwen3Seq2SeqConfig) -> dict[str, str]:
@@ -69,6 +70,7 @@ def model_card(
         else f"{state.best_by}, {best:.4f}",
         "Data": ", ".join(shares or names),
         **_objective_rows(data, forms),
+        **({"Loss of a pair, beta": f"{training.dpo.loss}, {training.dpo.beta:g}"} if data.objective == "dpo" else {}),
         "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
         "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
         "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
@@ -93,9 +95,10 @@ def _card(
     run started from. The whole model has no `pipeline_tag`: transformers 5 has no pipeline for encoder-decoders of
     text."""
     objective, prompt = "ul2", "The capital of France is <extra_id_0>."
-    if config is not None and config.data.objective == "sft":
+    if config is not None and config.data.objective in ("sft", "dpo"):
         parts = template_parts(config.data.input_template)
-        objective, prompt = "sft", "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
+        objective = config.data.objective
+        prompt = "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
     tags = ["sentence-transformers", "text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
     header = ModelCardData(
         library_name="sentence-transformers" if encoder_only else "transformers",

@@ -395,6 +395,7 @@ FINE_TUNING = {
         pytest.param({}, {"cross_attention": "aligned", "encoder_positions": "prefix"}, id="pre-trained"),
         pytest.param({"model": LOCAL, "data": {"mixture": MIXTURE}}, None, id="encoder of a mixture"),
         pytest.param({"data": FINE_TUNING}, {}, id="fine-tuned"),
+        pytest.param({"data": {"objective": "dpo", "dataset_name": "a/b"}}, {}, id="preferred"),
     ],
 )
 def test_the_card_has_the_runs_facts(
