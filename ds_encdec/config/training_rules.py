@@ -202,7 +202,9 @@ def _preferences(config: Sections) -> Iterator[Conflict]:
     if dpo != type(dpo)() and name != "dpo":
         yield conflict("dpo data.objective", f"{name} does not read it: set objective=dpo, or remove it")
     if dpo.label_smoothing and dpo.loss != "sigmoid":
-        yield conflict("dpo.label_smoothing dpo.loss", f"{dpo.loss} does not read it: set loss=sigmoid, or remove it")
+        yield conflicts_in("training.dpo")(
+            "label_smoothing loss", f"{dpo.loss} does not read it: set loss=sigmoid, or remove it"
+        )
 
 
 def _evaluation(config: Sections) -> Iterator[Conflict]:

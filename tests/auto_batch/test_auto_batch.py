@@ -219,6 +219,17 @@ def test_a_batch_is_as_full_as_its_examples_can_make_it(size: int, most_examples
     assert int(batch.encoder_ids.max()) < 512
 
 
+def test_a_full_batch_of_pairs_has_whole_pairs() -> None:
+    config = make_config()
+    data = config.data.model_copy(update={"objective": "dpo"})
+    config = config.model_copy(update={"data": data})
+    batch = full_batch(config, 3, 512)
+    assert set(batch.group_sizes) == {2}
+    assert batch.num_losses == len(batch.group_sizes) == len(batch.encoder_lengths) / 2
+    budgets = token_budgets(data, 3, data.max_encoder_length / data.max_decoder_length)
+    assert (batch.encoder_tokens, batch.target_tokens) == (budgets.encoder_tokens, budgets.decoder_tokens)
+
+
 def ended(process: ProbeProcess) -> Outcome:
     deadline = time.monotonic() + 600
     while (outcome := process.poll()) is None:

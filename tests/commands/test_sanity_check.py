@@ -74,6 +74,22 @@ def test_the_quickstart_passes_under_deepspeed(tmp_path: Path) -> None:
     assert not list(temporary.glob("ds-encdec-*"))
 
 
+def test_pairs_of_answers_pass_with_the_untrained_model_as_their_reference() -> None:
+    pairs = (
+        "data.objective=dpo",
+        "data.dataset_name=builtin_pairs",
+        "data.on_long_row=skip",
+        "data.eval_fraction=0.005",
+    )
+    wanted = [check for check in CHECKS if check[0] not in ("checkpoint_resumes", "throughput", "generation")]
+    findings, error = check_config(tiny(*pairs), checks=wanted)
+    assert error is None, [finding.message for finding in findings]
+    values = {finding.check: finding.values for finding in findings}
+    assert values["initial_loss"]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert values["overfits_one_batch"]["first_loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert values["overfits_one_batch"]["last_loss"] < 0.5
+
+
 def test_the_list_and_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     no_step_moves_anything = "training.adam_epsilon=1000"
     assert cli.main(["sanity-check", "--config", str(QUICKSTART), *TINY, FSDP, no_step_moves_anything]) == 10

@@ -48,6 +48,12 @@ training.teacher=source training.teacher_temperature=0 ; training.teacher=source
 training.teacher=source data.use_mode_tokens=true ; training.teacher=source data.ul2_task_weights=[1,1,1,1,0]
 SCRATCH training.teacher=source
 training.metric_for_best_model=distillation_loss
+training.dpo.beta=0.2 ; data.objective=dpo training.label_smoothing=0.1 ; data.objective=dpo training.loss=mine:loss
+data.objective=dpo training.z_loss=1e-4 ; data.objective=dpo training.dpo.loss=ipo training.dpo.label_smoothing=0.1
+data.objective=dpo training.dpo.beta=0 ; data.objective=dpo training.dpo.loss=kto
+data.objective=dpo training.teacher=source ; training.metric_for_best_model=reward_accuracy
+data.objective=dpo training.metric_for_best_model=perplexity ; data.objective=dpo data.chat_targets=every
+data.objective=dpo data.dataset_name=text data.data_files=x
 training.save_on_best=true training.eval_samples=0 ; training.residual_dropout=1.0
 infra.distributed_type=fsdp training.attention_dropout=0.1 training.activation_checkpointing=selective
 training.save_strategy=best training.eval_samples=0

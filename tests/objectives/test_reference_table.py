@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +19,7 @@ from ds_encdec.base.types import Batch, CheckpointError, DataError, Example, Pre
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.reference import ReferenceTable, pair_digest, write_table
+from ds_encdec.data.sources.sources import all_rows
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import Heartbeat
 from ds_encdec.objectives.preferences import PreferenceLosses
@@ -76,16 +79,19 @@ def test_an_unfinished_table_is_none_and_a_damaged_one_an_error(tmp_path: Path) 
 ROWS = [{"prompt": f"add {i}", "chosen": f"it is {i}", "rejected": "no" * (i % 9 + 1)} for i in range(70)]
 
 
-def data_of(folder: Path) -> tuple[FullConfig, TrainingData]:
+def data_of(folder: Path, kind: str = "json") -> tuple[FullConfig, TrainingData]:
     path = write_rows(folder / "rows.jsonl", ROWS)
+    if kind == "parquet":  # a stream
+        path = str(folder / "rows.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=9)
     fields = {"input_template": "{prompt}", "output_template": "{output}", "eval_fraction": 0.005}
-    config = make_config(objective="dpo", dataset_name="json", data_files=path, **fields)
+    config = make_config(objective="dpo", dataset_name=kind, data_files=path, **fields)
     return config, make_data(config)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_ranks_share_all_pairs(world_size: int, tmp_path: Path) -> None:
-    _, data = data_of(tmp_path)
+@pytest.mark.parametrize(("world_size", "kind"), [(1, "json"), (2, "json"), (3, "json"), (2, "parquet")])
+def test_the_ranks_share_all_pairs(world_size: int, kind: str, tmp_path: Path) -> None:
+    _, data = data_of(tmp_path, kind)
     shares = [[one.document for one in _share(data, rank, world_size)] for rank in range(world_size)]
     found = [document for share in shares for document in share]
     assert len(found) == len(set(found))
@@ -97,7 +103,8 @@ def left_out(data: TrainingData) -> set[str]:
     """The rows of the test split, and those for validation that `eval_samples` leaves out."""
     evaluated = {one.document for one in data.eval_examples()}
     (opened,) = data.pipeline.sources
-    keys = {f"rows.jsonl:{n}" for n in range(70)}
+    keys = {row.key for row in all_rows(opened.source, "test")}
+    assert len(keys) == 70
     return {key for key in keys if opened.holds_out(key)} - evaluated
 
 
