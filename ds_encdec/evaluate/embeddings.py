@@ -13,11 +13,10 @@ from torch.nn.functional import cosine_similarity, normalize
 from ds_encdec.base.terminal import is_quiet
 from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.evaluate import evaluation
 from ds_encdec.evaluate.embedding_tasks import BEIR_FILES, Pairs, Retrieval, correlations, rank_figures
 from ds_encdec.evaluate.generation import padded, plan_batches
-from ds_encdec.evaluate.models import open_encoder
+from ds_encdec.evaluate.models import file_of_model, open_encoder
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.tokenizer.load import pretrained_tokenizer
@@ -33,7 +32,7 @@ class Embedder:
     those. Raises CheckpointError for another pooling than `_POOLINGS`."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: str | None, batch_tokens: int) -> None:
-        pooling, form, limits = (read_json(folder / name) if (folder / name).is_file() else {} for name in _FILES)
+        pooling, form, limits = (file_of_model(folder, name) for name in _FILES)
         older = [name for name, is_on in pooling.items() if name.startswith("pooling_mode_") and is_on]
         asked = pooling.get("pooling_mode") or older or "mean"
         self._pooling = next((mode for mode, flag in _POOLINGS.items() if asked in (mode, [mode], [flag])), None)

@@ -29,12 +29,17 @@ def require_model_folder(folder: Path) -> None:
 
 def _stored(folder: Path) -> dict[str, Any]:
     require_model_folder(folder)
-    try:
-        stored = read_json(folder / "config.json", None)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"--model: {folder} is no model folder: {error}") from error
+    stored = file_of_model(folder, "config.json")
     require_recorded_code(folder, stored)
     return stored
+
+
+def file_of_model(folder: Path, name: str) -> dict[str, Any]:
+    """Return the fields of a JSON file of the model; none if there is no such file. Raises CheckpointError."""
+    try:
+        return read_json(folder / name, None) if (folder / name).is_file() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--model: {folder / name} cannot be read: {error}; export the model again") from error
 
 
 def is_ours(folder: Path) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import pytrec_eval
 import torch
+from safetensors.torch import load_file, save_file
 from saved_checkpoints import FORMED, config, random_state, save_checkpoint
 from scipy.stats import pearsonr, spearmanr
 from sentence_transformers import SentenceTransformer
@@ -25,7 +26,6 @@ from ds_encdec.evaluate.embedding_tasks import correlations, rank_figures, read_
 from ds_encdec.evaluate.embeddings import Embedder
 from ds_encdec.exports.hugging_face import export_checkpoint
 from ds_encdec.launch.world import free_port
-from ds_encdec.model.encoder import Qwen3EncoderModel
 
 CPU = torch.device("cpu")
 FORMS = FORMED | {"raw": {"norm_position": "after"}}
@@ -361,6 +361,7 @@ def test_a_folder_with_mistakes_is_refused(
         (5, "--task sts FILE --model BART"),
         (5, "--task sts FILE --model POOLED"),
         (5, "--task sts FILE --model NAN"),
+        (5, "--task sts FILE --model CUT"),
     ],
 )
 def test_what_cannot_be_judged_is_refused(
@@ -371,10 +372,12 @@ def test_what_cannot_be_judged_is_refused(
     (bart / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
     pooled = changed(tmp_path / "pooled", model, pooling={"pooling_mode": ["mean", "max"]})
     spoilt = changed(tmp_path / "spoilt", model)
-    encoder = Qwen3EncoderModel.from_pretrained(spoilt)
-    encoder.encoder.norm.weight.data[0] = torch.nan
-    encoder.save_pretrained(spoilt)
-    places = {"MODEL": model, "FILE": root / "sts.jsonl", "BART": bart, "POOLED": pooled, "NAN": spoilt}
+    weights = load_file(spoilt / "model.safetensors")
+    weights["encoder.norm.weight"][0] = torch.nan
+    save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
+    cut = changed(tmp_path / "cut", model)
+    (cut / "1_Pooling" / "config.json").write_text('{"pooling')
+    places = {"CUT": cut, "MODEL": model, "FILE": root / "sts.jsonl", "BART": bart, "POOLED": pooled, "NAN": spoilt}
     for word, place in places.items():
         arguments = arguments.replace(word, str(place))
     how = ["--model", str(model), "--out", str(tmp_path / "out"), "--device", "cpu"]
