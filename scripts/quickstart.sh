@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Trains a small encoder-decoder on text that is already on this machine, exports it, and shows what it has learned.
 #
-#   scripts/quickstart.sh [--sft | --dpo] [--ranks N] [--resume auto] [section.field=value ...]
+#   scripts/quickstart.sh [--sft | --dpo | --embeddings] [--ranks N] [--resume auto] [section.field=value ...]
 #   scripts/quickstart.sh infra.distributed_type=fsdp       # FSDP2 instead of DeepSpeed, started by torchrun
 #
 # --sft    learns a task instead, from inputs and outputs, and counts the right outputs of a held-out split
 # --dpo    learns from pairs of answers which one is right, and counts the held-out pairs in the right order
+# --embeddings  learns to find the function that a docstring describes, and compares that with searches by words
 # --ranks  processes to train with (default: two, or one where there is only one core or GPU)
 #
-# Each call starts a fresh run in output/quickstart (with --sft quickstart_sft, with --dpo quickstart_dpo), output/quickstart-2, ... of the
+# Each call starts a fresh run in output/quickstart (with --sft quickstart_sft, and so on), output/quickstart-2, ... of the
 # repository, unless infra.output_dir=FOLDER says where. With --resume the newest of them is continued.
 set -euo pipefail
 
@@ -16,7 +17,7 @@ name=quickstart ranks="" resume="" output="" overrides=()
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
-        --sft | --dpo) name=quickstart_${1#--}; shift ;;
+        --sft | --dpo | --embeddings) name=quickstart_${1#--}; shift ;;
         --ranks=*) ranks="${1#*=}"; shift ;;
         --resume=*) resume="${1#*=}"; shift ;;
         infra.output_dir=* | --infra.output_dir=* | output_dir=* | --output_dir=*)
@@ -82,7 +83,8 @@ train, held_out = ([line for line in lines if f"{name}/loss" in line] for name i
 kinds = [key.removeprefix("eval/loss") for key in held_out[-1] if key.startswith("eval/loss")] if held_out else [""]
 rows = [("the first steps", train[0], "train"), *(("held out, at the end", line, "eval") for line in held_out[-1:])]
 prefers = any("eval/reward_accuracy" in line for line in lines)
-print(f"{'loss of a pair' if prefers else 'loss, nats per token':24}" + "".join(f"{kind.strip('_') or 'all':>7}" for kind in kinds))
+per = "loss of a pair" if prefers else "loss of a query" if any("eval/mrr" in line for line in lines) else "loss, nats per token"
+print(f"{per:24}" + "".join(f"{kind.strip('_') or 'all':>7}" for kind in kinds))
 for title, line, name in rows:
     losses = [line.get(f"{name}/loss{kind}") for kind in kinds]  # a short interval may be without a denoiser
     print(f"  {title:22}" + "".join(f"{'-':>7}" if loss is None else f"{loss:7.2f}" for loss in losses))
@@ -96,6 +98,9 @@ if prefers:
     print(f"pairs whose right answer is the likelier one, before training: {100 * (before[:, 0] > before[:, 1]).mean():.1f} %")
     print(f"held-out pairs whose right answer has gained more, at the end: {100 * held_out[-1]['eval/reward_accuracy']:.1f} %")
 END
+if [ "$name" = quickstart_embeddings ]; then
+    python "$ROOT/scripts/dev/embedding_quickstart.py" "$output"
+fi
 if [ "$name" = quickstart ]; then
     text=$(ds-encdec generate --model "$model" --text "The return value is a" --max-new-tokens 32 \
         --repetition-penalty 1.3 2>/dev/null)

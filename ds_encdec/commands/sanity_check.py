@@ -183,6 +183,8 @@ class Subject:
         return 0 < norm < most, f"{norm:.4g}, to be between 0 and {most:g}", {"gradient_norm": norm}
 
     def _generation(self) -> Result:
+        if not self.run_model.config.num_hidden_layers:
+            return True, "an encoder alone writes nothing", {}
         model = self.model.eval()
         ids = self.run_model.tokenizer.encode(PROMPT, add_special_tokens=False)
         generated = model.generate(torch.tensor([ids], device=self.device), max_new_tokens=NEW_TOKENS)[0]

@@ -35,8 +35,9 @@ class Source(Section):
 
     dataset_name: Annotated[str, Mark.TEXTS, ADDRESS] = "HuggingFaceFW/fineweb-edu"
     """Hub id of a data set; `builtin` (text that every CPython installation has), `builtin_task` (a task made of it),
-    `builtin_pairs` (preferences of its answers), `random` (random ids); `text`, `json`, `csv` or `parquet` (local
-    files, see `data_files`); `python:MODULE:FUNCTION`, your own reader (docs/library.md)."""
+    `builtin_pairs` (preferences of its answers), `builtin_functions` (descriptions and code), `random` (random ids);
+    `text`, `json`, `csv` or `parquet` (local files, see `data_files`); `python:MODULE:FUNCTION`, your own reader
+    (docs/library.md)."""
     dataset_config: Annotated[str | None, Mark.TEXTS] = None
     """Configuration (subset) of a Hugging Face data set."""
     dataset_split: Annotated[str, Mark.TEXTS] = "train"
@@ -82,9 +83,10 @@ class EvalSet(Section):
 class DataConfig(Source):
     """The documents that are read, how they are denoised, and how they are packed."""
 
-    objective: Literal["ul2", "sft", "dpo"] = "ul2"
+    objective: Literal["ul2", "sft", "dpo", "contrastive", "mntp"] = "ul2"
     """`ul2` fills in what denoisers have taken out of a text; `sft` writes the output that goes with an input
-    (docs/fine-tuning.md); `dpo` prefers one answer to another (docs/preferences.md)."""
+    (docs/fine-tuning.md); `dpo` prefers one answer to another (docs/preferences.md). Of an encoder
+    alone: `contrastive` embeds texts, `mntp` predicts masked tokens (docs/embeddings.md)."""
     mixture: Annotated[tuple[MixtureSource, ...] | None, Mark.TEXTS] = None
     """Weighted mixture of sources; replaces `dataset_name`."""
     mixture_weights_count: Annotated[Literal["documents", "tokens"], Mark.TEXTS] = "documents"
@@ -154,6 +156,15 @@ class DataConfig(Source):
     """Turns of the assistant that are learnt, each as an example: the last one, or every one (`sft`)."""
     on_long_row: Annotated[Literal["stop", "skip", "truncate"], Mark.EXAMPLES] = "stop"
     """End the run at an input or output above its maximum, leave the example out, or cut it (`sft`)."""
+    query_prefix: Annotated[str, Mark.EXAMPLES] = ""
+    """Text before each query (`contrastive`), which the export has as the prompt `query`."""
+    document_prefix: Annotated[str, Mark.EXAMPLES] = ""
+    """Text before each positive and negative (`contrastive`), which the export has as the prompt `document`."""
+    num_negatives: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=0, ge=0, le=64)
+    """Negatives of its own that each query has, the first ones of its row (`contrastive`); the texts of all other
+    queries of a step are negatives in any case."""
+    mask_share: Annotated[float, Mark.ORDER, Mark.EXAMPLES] = Field(default=0.2, gt=0.0, lt=1.0)
+    """Share of a text's tokens that are masked and predicted (`mntp`)."""
     train_split_ratio: Annotated[float, Mark.EXAMPLES] = Field(default=0.9, gt=0.0, le=1.0)
     """Share of the rows to train on, chosen by a hash (`sft`)."""
     val_test_split_ratio: Annotated[float, Mark.EXAMPLES] = Field(default=0.5, ge=0.0, le=1.0)

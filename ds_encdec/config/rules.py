@@ -7,12 +7,13 @@ from itertools import chain
 from ds_encdec.base.plugins import PYTHON, is_dotted
 from ds_encdec.config.data_sections import LOCAL_FORMATS, DataConfig, Source
 from ds_encdec.config.engine_rules import LACKS, infra_rules
+from ds_encdec.config.objective_rules import objective_rules
 from ds_encdec.config.sections import Sections
 from ds_encdec.config.settings import Conflict, conflicts_in, unknown_key
 from ds_encdec.config.training_rules import training_rules
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.engines import ENGINES, EngineName, EngineSpec
-from ds_encdec.registry.objectives import OBJECTIVES, PREFERENCE_COLUMNS, template_parts
+from ds_encdec.registry.objectives import OBJECTIVES, PREFERENCE_COLUMNS, TEXT_COLUMNS, template_parts
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES, local_kind
 
 # Ids of a byte-level tokenizer before the first merge: 256 bytes, padding, end of sequence.
@@ -23,7 +24,8 @@ _FORMAT_OF = {ending: name for name, kind in LOCAL_SOURCES.items() for ending in
 
 def find_conflicts(config: Sections) -> list[Conflict]:
     """Return all contradictions in `config`."""
-    found = [*_model(config), *_data(config.data), *training_rules(config), *infra_rules(config)]
+    found = [*_model(config), *_data(config.data), *objective_rules(config)]
+    found += [*training_rules(config), *infra_rules(config)]
     lacks = [
         engine_conflicts(config, row.name)
         for row in ENGINES.values()
@@ -68,7 +70,8 @@ def _model(config: Sections) -> Iterator[Conflict]:
             "vocab_size model.num_sentinel_tokens data.use_mode_tokens",
             f"must be >= {needed}: bytes, special tokens, sentinels and mode tokens each take a row",
         )
-    for name in ("data.max_encoder_length", "data.max_decoder_length"):
+    sides = ("encoder",) if OBJECTIVES[data.objective].encoder_only else ("encoder", "decoder")
+    for name in (f"data.max_{side}_length" for side in sides):
         if getattr(data, name.removeprefix("data.")) > shape.max_position_embeddings:
             yield conflict(f"{name} max_position_embeddings", "an example may be longer than the model is declared for")
 
@@ -140,7 +143,8 @@ def _records(data: DataConfig) -> Iterator[Conflict]:
             fix = f"take {with_columns}, or a data set of the hub"
             yield conflict(f"objective {at}.dataset_name", f"its rows have no columns: {fix}")
     known: set[str] = set()
-    for name in ("input_template", "output_template"):
+    has_templates = "input_template" in OBJECTIVES[data.objective].own_fields
+    for name in ("input_template", "output_template") if has_templates else ():
         try:
             fields = {field for _, field in template_parts(getattr(data, name)) if field is not None}
         except ValueError as error:
@@ -153,6 +157,7 @@ def _records(data: DataConfig) -> Iterator[Conflict]:
             yield conflict(name, "must hold `{output}`, which is the chosen answer, and then the rejected one")
     if data.objective == "dpo":
         known = known - {"output"} | {*PREFERENCE_COLUMNS}
+    known = known if has_templates else {*TEXT_COLUMNS}
     for field in sorted(data.field_mapping.keys() - known) if known else ():
         yield conflict("field_mapping", f"no template has a field {field}: {unknown_key(field, known)}")
     if data.converter is not None and not is_dotted(data.converter):

@@ -14,7 +14,7 @@ from pydantic import (
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.config.objective_sections import PreferenceConfig
+from ds_encdec.config.objective_sections import ContrastiveConfig, PreferenceConfig
 from ds_encdec.config.section_base import ADDRESS, Mark, Names, Section, words
 from ds_encdec.registry.objectives import FIGURES as OBJECTIVE_FIGURES
 from ds_encdec.registry.text_metrics import FIGURES
@@ -103,6 +103,8 @@ class TrainingConfig(Section):
     attention_dropout: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
     """Share of the attention weights that is set to zero in training; refused where only the 16-bit GPU kernel
     `torch.nn.attention.varlen`, which has none, would run."""
+    contrastive: ContrastiveConfig = ContrastiveConfig()
+    """The loss of embeddings (`data.objective: contrastive`)."""
     dpo: Annotated[PreferenceConfig, Mark.TUNABLE] = PreferenceConfig()
     """How answers are preferred, with `data.objective: dpo`."""
     loss: Annotated[str, Mark.TUNABLE] = "cross_entropy"

@@ -79,7 +79,7 @@ def _example(segments: list[list[list[int]]], denoiser: str, document: str) -> E
 
 def packed(examples: Iterable[Example], pipeline: LanePipeline, budgets: Budgets) -> Iterator[list[Example]]:
     """Yield the examples in micro-batches."""
-    arrivals = (Waiting(one, *one.tokens) for one in examples)
+    arrivals = (Waiting(one, *pipeline.tokens(one)) for one in examples)
     return iter(partial(pipeline.packer(budgets).pack, arrivals), [])
 
 

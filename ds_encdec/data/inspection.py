@@ -50,7 +50,7 @@ def inspect_data(
         made += next(lane(batches % pipeline.num_lanes))
         batches += 1
     statistics: dict[str, Any] = {"micro_batches": batches, "examples": len(made)}
-    for side, tokens in zip(_SIDES, np.array([example.tokens for example in made]).T, strict=True):
+    for side, tokens in zip(_SIDES, np.array([*map(pipeline.tokens, made)]).T, strict=True):
         budget = getattr(pipeline.budgets, f"{side}_tokens")
         statistics |= {
             f"{side}_budget_tokens": budget,

@@ -16,6 +16,7 @@ from ds_encdec.data.examples.protocol import ALL, ExampleMaker
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.readers import LaneShare, Located, MixtureReader, Reference, changed_since
 from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, check_bad_rows
+from ds_encdec.registry.objectives import OBJECTIVES
 
 # Consecutive documents without a usable one (empty, or held out) after which the data counts as empty.
 MAX_EMPTY_DOCUMENTS = 10_000
@@ -38,6 +39,11 @@ class LanePipeline:
         """Return a packer with an empty pool."""
         data = self.data
         return Packer(budgets, pool_examples=data.packing_pool_examples, max_wait_batches=data.packing_max_wait_batches)
+
+    def tokens(self, example: Example) -> tuple[int, int]:
+        """Return the tokens of `example` on either side of a micro-batch; an encoder's labels need no decoder."""
+        encoder, decoder = example.tokens
+        return encoder, 0 if OBJECTIVES[self.data.objective].encoder_only else decoder
 
 
 class _Origin(NamedTuple):
@@ -171,7 +177,7 @@ class Lane:
             if not again:
                 self._next_chunk = None if is_last else _Origin(reference, epoch, number + 1)
             origin = _Origin(reference, epoch, number)
-            yield Waiting((example, origin), *example.tokens)
+            yield Waiting((example, origin), *self._pipeline.tokens(example))
 
 
 def _origin(reference: Sequence[int], epoch: int, chunk: int) -> _Origin:

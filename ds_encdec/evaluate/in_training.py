@@ -24,6 +24,7 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.monitor.metrics import by_column, eval_metrics, has_losses
 from ds_encdec.monitor.sinks import Sample
 from ds_encdec.registry.objectives import COLUMNS
+from ds_encdec.registry.objectives import FIGURES as OBJECTIVE_FIGURES
 from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, text_metric, usable
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def usable_metrics(config: FullConfig) -> list[str]:
     """Return the metrics to compute in training: all that need no model of their own and whose packages are installed.
     Raises ConfigError if the package of `training.metric_for_best_model` is not; others are logged once."""
     rows, best = dict(TEXT_METRICS), config.training.best_figure
-    if best not in (*LOSS_FIGURES, *FIGURES) and (own := text_metric(best)) is not None:
+    if best not in (*LOSS_FIGURES, *FIGURES, *OBJECTIVE_FIGURES) and (own := text_metric(best)) is not None:
         rows[best] = own
     available, left_out = usable([name for name, row in rows.items() if not row.needs_model])
     check_metrics([name for name, row in rows.items() if best in row.figures], field="training.metric_for_best_model")

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from ds_encdec.base.types import CheckpointError, WeightSource
 from ds_encdec.checkpoint.folder import Checkpoint, clear_leftovers, committed_steps, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
-from ds_encdec.config.schema import TrainingConfig, load_saved
+from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
 from ds_encdec.exports.adapters import trained_weights
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.exports.model_code import write_code
@@ -47,13 +47,14 @@ def export_hf(
     max_shard_bytes: int = 5_000_000_000,
     card: str,
     longest_text: int | None = None,
+    run: FullConfig | None = None,
     replace: bool = False,
 ) -> None:
     """Write the folder `out`: weights (safetensors, tied ones once), configuration, code, tokenizer and model card.
     Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, also for sentence-transformers, which cuts texts to
-    `longest_text` tokens (None: the number of positions); otherwise a `Qwen3ForSeq2SeqLM`. Weights are read, converted
-    to `dtype` and written one by one, into files of at most `max_shard_bytes`. The folder appears complete or not at
-    all; `replace` and errors: see `written_whole`."""
+    `longest_text` tokens (None: the number of positions) and embeds them as `run` did; otherwise a `Qwen3ForSeq2SeqLM`.
+    Weights are read, converted to `dtype` and written one by one, into files of at most `max_shard_bytes`. The folder
+    appears complete or not at all; `replace` and errors: see `written_whole`."""
     is_encoder = isinstance(config, Qwen3EncoderConfig)
     shapes = parameter_shapes(config)
     if is_encoder:
@@ -70,7 +71,8 @@ def export_hf(
         }
         _write_json(unfinished / "config.json", fields)
         if is_encoder:
-            _write_sentence_transformers(unfinished, config.hidden_size, longest_text or config.max_position_embeddings)
+            longest_text = longest_text or config.max_position_embeddings
+            _write_sentence_transformers(unfinished, config.hidden_size, longest_text, run or FullConfig())
         else:
             GenerationConfig(
                 pad_token_id=config.pad_token_id,
@@ -82,9 +84,13 @@ def export_hf(
         (unfinished / "README.md").write_text(card)
 
 
-def _write_sentence_transformers(folder: Path, hidden_size: int, longest_text: int) -> None:
+def _write_sentence_transformers(folder: Path, hidden_size: int, longest_text: int, run: FullConfig) -> None:
     """Make an encoder's folder one for `SentenceTransformer(folder, trust_remote_code=True)` of version 3 or later. A
-    text's embedding is the mean of its tokens' states, of length 1."""
+    text's embedding is the mean of its tokens' states, or the last one, of length 1."""
+    pooling, prompts = (
+        run.training.contrastive.pooling,
+        {"query": run.data.query_prefix, "document": run.data.document_prefix},
+    )
     modules = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     (folder / modules["Pooling"]).mkdir()
     contents: dict[str, Any] = {
@@ -92,9 +98,16 @@ def _write_sentence_transformers(folder: Path, hidden_size: int, longest_text: i
             {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
             for index, (name, path) in enumerate(modules.items())
         ],
-        "config_sentence_transformers.json": {"similarity_fn_name": "cosine"},
+        "config_sentence_transformers.json": {
+            "similarity_fn_name": "cosine",
+            **({"prompts": prompts, "default_prompt_name": None} if any(prompts.values()) else {}),
+        },
         "sentence_bert_config.json": {"max_seq_length": longest_text, "do_lower_case": False},
-        "1_Pooling/config.json": {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True},
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": hidden_size,
+            "pooling_mode_mean_tokens": pooling == "mean",
+            **({"pooling_mode_lasttoken": True} if pooling == "last" else {}),
+        },
     }
     for name, content in contents.items():
         _write_json(folder / name, content)
@@ -160,6 +173,7 @@ def _export_mean(
         dtype=dtype,
         card=model_card(run, made, saved.training_state(), described, trained_by, forms=forms),
         longest_text=run.data.max_encoder_length,
+        run=run,
         replace=replace,
     )
 

@@ -11,22 +11,43 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from ds_encdec.base.foreign_places import range_of
 from ds_encdec.base.types import TrainingState
+from ds_encdec.config.objective_sections import ContrastiveConfig
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.exports.model_code import Origin, code_row
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import FORMS, POSITIONS
 from ds_encdec.registry.denoisers import DENOISERS
-from ds_encdec.registry.objectives import CHAT, template_parts
+from ds_encdec.registry.objectives import CHAT, OBJECTIVES, template_parts
 
 
-def _objective_rows(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
+def _objective_rows(data: DataConfig, chosen: ContrastiveConfig, forms: Sequence[str]) -> dict[str, str]:
     if data.objective == "ul2":
         return {f"UL2 weights ({', '.join(DENOISERS)})": ", ".join(f"{weight:g}" for weight in data.ul2_task_weights)}
+    if data.objective == "mntp":
+        what = f"masked next-token prediction (`data.objective: mntp`) of {data.mask_share:g} of the tokens"
+        return {"Objective": what}
+    if data.objective == "contrastive":
+        prompts = {"query": data.query_prefix, "document": data.document_prefix}
+        shown = {f"Prompt `{name}`": f"`{text!r}`".replace("|", "\\|") for name, text in prompts.items() if text}
+        cut = {"Sizes to which embeddings may be cut": ", ".join(map(str, chosen.matryoshka_dims))}
+        return {
+            "Objective": "contrastive (`data.objective: contrastive`)",
+            "Negatives of a query's own": f"{data.num_negatives}",
+            "Pooling, temperature": f"{chosen.pooling}, {chosen.temperature:g}",
+            **shown,
+            **(cut if chosen.matryoshka_dims else {}),
+        }
     names = () if [*forms] == [CHAT] else ("input_template", "output_template")
     conversations = {"Conversations": "through the tokenizer's chat template"} if CHAT in forms else {}
     templates = {name: f"`{getattr(data, name)!r}`".replace("|", "\\|") for name in names}  # else a column ends there
     words = {"sft": "supervised fine-tuning", "dpo": "preferences among answers"}[data.objective]
     return {"Objective": f"{words} (`data.objective: {data.objective}`)", **templates, **conversations}
+
+
+def _lengths(data: DataConfig) -> dict[str, str]:
+    if OBJECTIVES[data.objective].encoder_only:
+        return {"Longest text (tokens)": f"{data.max_encoder_length}"}
+    return {"Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}"}
 
 
 def _cross_attention(made: Qwen3Seq2SeqConfig) -> dict[str, str]:
@@ -69,9 +90,9 @@ def model_card(
         if best is None
         else f"{state.best_by}, {best:.4f}",
         "Data": ", ".join(shares or names),
-        **_objective_rows(data, forms),
+        **_objective_rows(data, training.contrastive, forms),
         **({"Loss of a pair, beta": f"{training.dpo.loss}, {training.dpo.beta:g}"} if data.objective == "dpo" else {}),
-        "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
+        **_lengths(data),
         "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
         "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
         "Precision": "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
@@ -99,6 +120,8 @@ def _card(
         parts = template_parts(config.data.input_template)
         objective = config.data.objective
         prompt = "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
+    elif config is not None:
+        objective = config.data.objective
     tags = ["sentence-transformers", "text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
     header = ModelCardData(
         library_name="sentence-transformers" if encoder_only else "transformers",
@@ -117,6 +140,7 @@ def _card(
         rows={**rows, "Loads under": loads_under},
         encoder=encoder_only,
         objective=objective,
+        last=config is not None and config.training.contrastive.pooling == "last",
         is_chat=is_chat,
         prompt=json.dumps(prompt, ensure_ascii=False),
     )

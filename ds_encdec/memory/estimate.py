@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ds_encdec.base.quantities import GIB
 from ds_encdec.config.generation import GenerationSettings
+from ds_encdec.config.objective_sections import SIMILARITIES
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, Side, with_micro_batch
@@ -70,7 +71,7 @@ _MEMORY: ByEngine[Callable[[Job], EngineMemory]] = ByEngine(deepspeed=zero_memor
 
 def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Yield each moment that may be the worst of a step, with its bytes except for the framework's share."""
-    resting, embedding, training = engine.resting, job.model.of("shared."), job.config.training
+    resting, embedding, training = engine.resting + _cached(job), job.model.of("shared."), job.config.training
     batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
     # What is offloaded comes back for one layer's work at a time.
     layers = [layer._replace(kept=layer.kept * (not training.activation_offload)) for layer in batch.layers()]
@@ -98,6 +99,17 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     if training.eval_generate_samples:
         yield "generation", resting + _generation(job)
     yield "building of the engine", engine.build
+
+
+def _cached(job: Job) -> Breakdown:
+    """Return the bytes of the embeddings of a step, which gradient caching keeps on each rank: six copies and gradients
+    of all texts, which are assumed to have a quarter of their maximum length, and of a block of similarities."""
+    if OBJECTIVES[job.config.data.objective].has_head:
+        return Breakdown()
+    data, lanes = job.config.data, job.gradient_accumulation_steps * job.world_size
+    most = data.max_examples_per_micro_batch * (2 + data.num_negatives)
+    texts = lanes * min(4 * job.encoder_tokens / data.max_encoder_length, most)
+    return Breakdown(activations=6 * _FLOAT32 * (texts * job.sizes.hidden_size + min(SIMILARITIES, texts**2 / 4)))
 
 
 def _generation(job: Job) -> Breakdown:

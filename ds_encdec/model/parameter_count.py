@@ -143,8 +143,14 @@ def model_shapes(sizes: ModelSizes, lora: LoraConfig | None) -> Shapes:
 
 
 def trained_shapes(config: Sections, sizes: ModelSizes) -> Shapes:
-    """Return the shape of every parameter that `config` trains. Raises ConfigError as `frozen_names` does."""
-    shapes = model_shapes(sizes, config.model.lora)
+    """Return the shape of every parameter that `config` trains. Raises ConfigError as `frozen_names` does, and for
+    embeddings that are to be larger than the model's states."""
+    shapes, cut = model_shapes(sizes, config.model.lora), config.training.contrastive.matryoshka_dims
+    if cut and cut[-1] > sizes.hidden_size:
+        raise ConfigError(
+            f"training.contrastive.matryoshka_dims has {cut[-1]}, but embeddings have the model's {sizes.hidden_size} "
+            "numbers (hidden_size): leave larger sizes out"
+        )
     frozen = frozen_names(config, shapes)
     return {name: shape for name, shape in shapes.items() if name not in frozen}
 

@@ -39,7 +39,7 @@ def run_packed(model: nn.Module, batch: Batch, **more: Any) -> PackedLossOutput:
     output: PackedLossOutput = model(
         input_ids=batch.encoder_ids,
         decoder_input_ids=batch.decoder_input_ids,
-        labels=batch.labels,
+        labels=batch.labels if len(batch.labels) else None,  # an encoder's states may have none
         packing=layout_of(batch),
         **more,
     )

@@ -2,8 +2,10 @@
 configuration's rules and the memory estimate read the rows, so nothing here needs numpy or torch. `data` is the
 configuration's section. `exports.model_card` has the card's texts."""
 
+import re
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from string import Formatter
 from typing import Any
 
@@ -181,6 +183,45 @@ def _columns_of_preferences(data: Any, existing: Sequence[str]) -> Sequence[str]
     return [name for name in existing if needs_all or name in read]
 
 
+# The columns that data sets of queries and texts have, by what they hold, in the order in which they are looked for.
+TEXT_COLUMNS = {
+    "query": ("query", "anchor", "question", "sentence1", "sent0", "text1"),
+    "positive": ("positive", "pos", "positive_passages", "answer", "passage", "sentence2", "sent1", "text2"),
+    "negative": ("negative", "neg", "negatives", "negative_passages", "hard_neg", "sentence3"),
+}
+
+
+def text_columns(data: Any, existing: Collection[str]) -> dict[str, list[str]]:
+    """Return the columns of `query`, `positive` and `negative` in a row with these columns: one, or those that its name
+    has with numbers (`negative_1`, …); one that it lacks by its first name."""
+    columns = {}
+    for name, known in TEXT_COLUMNS.items():
+        names = [data.field_mapping[name]] if name in data.field_mapping else known
+        numbers = {
+            one: sorted(
+                int(found[2])
+                for column in existing
+                if (found := re.fullmatch(r"(.+)_(\d+)", column)) and found[1] == one
+            )
+            for one in names
+        }
+        chosen = next((one for one in names if one in existing or numbers[one]), names[0])
+        columns[name] = [chosen] if chosen in existing else [f"{chosen}_{n}" for n in numbers[chosen]] or [chosen]
+    return columns
+
+
+def _needed_texts(data: Any, existing: Collection[str]) -> dict[str, str]:
+    found = text_columns(data, existing)
+    return {name: found[name][0] for name in found if name != "negative" or data.num_negatives}
+
+
+def _columns_of_texts(data: Any, existing: Sequence[str]) -> Sequence[str]:
+    read = {*chain(*text_columns(data, existing).values()), data.weight_column}
+    heads = {name if name in existing else name.partition(".")[0] for name in filter(None, read)}
+    needs_all = data.converter is not None or not {*_needed_texts(data, existing).values()} <= {*existing}
+    return [name for name in existing if needs_all or name in heads]
+
+
 _RENDERED = (
     "input_template",
     "output_template",
@@ -205,6 +246,16 @@ _ROW_SPLITS: dict[str, Any] = {
 # The fields that preferences read.
 _PREFERRED = tuple(name for name in _RENDERED if name not in ("messages_column", "chat_targets"))
 
+# The fields that texts for embeddings read.
+_CONTRASTED = ("field_mapping", "converter", "weight_column", "query_prefix", "document_prefix", "num_negatives")
+
+# How texts are divided.
+_TEXT_SPLITS: dict[str, Any] = {
+    "split_fields": ("eval_fraction",),
+    "split_advice": "eval_fraction > 0",
+    "held_out": lambda data: (data.eval_fraction, 0.0),
+}
+
 # The rows by the value of `data.objective`.
 OBJECTIVES = {
     "ul2": Objective(
@@ -212,9 +263,7 @@ OBJECTIVES = {
         tasks=DENOISERS,
         weights=lambda data: data.ul2_task_weights,
         own_fields=("max_seq_length", "ul2_task_weights", "use_mode_tokens", "eval_fraction"),
-        split_fields=("eval_fraction",),
-        split_advice="eval_fraction > 0",
-        held_out=lambda data: (data.eval_fraction, 0.0),
+        **_TEXT_SPLITS,
         expected_ratio=lambda data: expected_ratio(data.ul2_task_weights),
     ),
     "sft": Objective(
@@ -250,5 +299,29 @@ OBJECTIVES = {
             "logp_rejected",
         ),
         segments=lambda _: 2,
+    ),
+    "contrastive": Objective(
+        maker="ds_encdec.data.examples.contrastive:ContrastMaker",
+        tasks=("CONTRASTIVE",),
+        weights=lambda _: (1.0,),
+        own_fields=("objective", *_CONTRASTED, "on_long_row", "train_split_ratio", "val_test_split_ratio"),
+        **_ROW_SPLITS,
+        expected_ratio=lambda _: 1.0,
+        columns=_columns_of_texts,
+        needed=_needed_texts,
+        read_fields=_CONTRASTED,
+        losses="ds_encdec.objectives.contrastive:ContrastiveLosses",
+        figures=("retrieval_accuracy", "mrr"),
+        segments=lambda data: 2 + data.num_negatives,
+        encoder_only=True,
+    ),
+    "mntp": Objective(
+        maker="ds_encdec.data.examples.mntp:MaskMaker.from_config",
+        tasks=("MNTP",),
+        weights=lambda _: (1.0,),
+        own_fields=("objective", "mask_share", "eval_fraction"),
+        **_TEXT_SPLITS,
+        expected_ratio=lambda _: 1.0,
+        encoder_only=True,
     ),
 }

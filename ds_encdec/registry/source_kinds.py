@@ -30,6 +30,7 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
     "builtin": SourceKind("ds_encdec.data.sources.builtin_corpus:BuiltinCorpus", has_columns=False),
     "builtin_task": SourceKind("ds_encdec.data.sources.builtin_corpus:BuiltinTask"),
     "builtin_pairs": SourceKind("ds_encdec.data.sources.builtin_corpus:BuiltinPairs"),
+    "builtin_functions": SourceKind("ds_encdec.data.sources.builtin_functions:BuiltinFunctions"),
     "random": SourceKind("ds_encdec.data.sources.builtin_corpus:RandomIds", ("seed", "vocabulary"), has_columns=False),
     "text": SourceKind("ds_encdec.data.sources.local_files:TextFiles", ("files",), ("txt",), has_columns=False),
     "json": SourceKind("ds_encdec.data.sources.local_files:JsonLines", _ROWS, ("jsonl", "ndjson")),

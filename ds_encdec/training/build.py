@@ -316,7 +316,8 @@ def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
     commits = collectives.on_rank_zero(
         lambda: resolve_commits(config.data, saved["data"]["dataset_commits"] if saved else None)
     )
-    lengths = config.data.max_encoder_length, config.data.max_decoder_length
+    is_alone = not model.config.num_hidden_layers
+    lengths = config.data.max_encoder_length, 0 if is_alone else config.data.max_decoder_length
     if context.world.is_main and (problem := beyond_positions(model.config, *lengths)):
         logger.warning("data.max_encoder_length, data.max_decoder_length: %s", problem)
     config = resolve_checkpointing(config, context, model.config, checkpoint)

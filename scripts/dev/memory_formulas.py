@@ -1,7 +1,8 @@
 """Writes ds_encdec/memory/activations.json, the formulas of activations, from traces; --check only compares.
 
 A model of three decoder layers, and the encoder layers that these read, is traced once (pass_trace.py) for each form of
-cross-attention, kind of numbers and mode of activation checkpointing, without adapters and with. Its sizes have no
+cross-attention, kind of numbers and mode of activation checkpointing, without adapters and with. So are three layers of
+an encoder alone, without a head and with one. Its sizes have no
 common factors, so the bytes of every storage are the product of one set of sizes only: `2*D*Q` is a tensor of decoder
 tokens times the width of the queries in 16 bits. What is held at a moment is a sum of such products, and what one layer
 more adds is the difference between its end and that of the layer before it.
@@ -26,7 +27,7 @@ import numpy as np
 from pass_trace import watched_pass
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.estimate import TABLE
+from ds_encdec.memory.estimate import ENCODER_FORMS, TABLE
 from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.model.cross_attention import FORMS
 from ds_encdec.registry.families import FAMILIES, LAYER
@@ -77,8 +78,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if the file is not what traces give")
     check = parser.parse_args().check
     # float16 is DeepSpeed's, and selective checkpointing FSDP2's.
-    table: dict[str, Any] = {form: {} for form in FORMS}
-    for form, (kind, adapters) in itertools.product(FORMS, itertools.product(KINDS, ADAPTERS)):
+    table: dict[str, Any] = {form: {} for form in (*FORMS, *ENCODER_FORMS)}
+    for form, (kind, adapters) in itertools.product(table, itertools.product(KINDS, ADAPTERS)):
         name, modes = f"{kind}{adapters}", [mode for mode in MODES if (kind, mode) != ("cuda fp16", "selective")]
         table[form][name] = {mode: own_parts(table, form, name, mode) for mode in modes}
     # A line for each part.
@@ -127,18 +128,19 @@ def formulas(form: str, kind: str, mode: str) -> dict[str, Any]:
 
 
 def _job(form: str, name: str, mode: str) -> Job:
+    alone = form in ENCODER_FORMS
     kind, _, adapters = name.partition(" lora")
     device, numbers = kind.split(" ", 1)
     lora = {"r": WIDTHS["r"], "lora_dropout": 0.1 if adapters else 0.0} if "lora" in name else None
     config = FullConfig.model_validate(
         {
             "model": {"loss_chunk_tokens": TOKENS["C"], "lora": lora},
-            "data": {
-                "max_encoder_length": TOKENS["E"],
-                "max_decoder_length": TOKENS["D"],
-                "max_seq_length": 2 * TOKENS["D"],
-                "max_examples_per_micro_batch": 1,
-            },
+            "data": {"max_encoder_length": TOKENS["E"], "max_examples_per_micro_batch": 1}
+            | (
+                {"objective": "contrastive" if form == ENCODER_FORMS[0] else "mntp"}
+                if alone
+                else {"max_decoder_length": TOKENS["D"], "max_seq_length": 2 * TOKENS["D"]}
+            ),
             "training": {
                 "bf16": numbers.startswith("bf16"),
                 "activation_checkpointing": mode,
@@ -152,18 +154,20 @@ def _job(form: str, name: str, mode: str) -> Job:
     sizes = Sizes(
         vocab_size=WIDTHS["V"],
         hidden_size=WIDTHS["H"],
-        num_hidden_layers=LAYERS,
-        num_encoder_layers=LAYERS - FORMS[form].is_aligned,
+        num_hidden_layers=0 if alone else LAYERS,
+        num_encoder_layers=LAYERS - (not alone and FORMS[form].is_aligned),
         num_attention_heads=HEADS,
         num_key_value_heads=KEY_HEADS,
         head_dim=HEAD_DIM,
         intermediate_size=WIDTHS["I"],
         tie_word_embeddings=True,
-        cross_attention=form,
-        encoder_heights=list(range(LAYERS)) if FORMS[form].is_aligned else None,
+        cross_attention="final" if alone else form,
+        encoder_heights=list(range(LAYERS)) if not alone and FORMS[form].is_aligned else None,
     )
     job = make_job(config, sizes, "fsdp", world_size=1, ranks_per_node=1, emulates_bf16=numbers.endswith("emulated"))
-    return dataclasses.replace(job, device=device, encoder_tokens=TOKENS["E"], decoder_tokens=TOKENS["D"])
+    # The chunks of the head's loss divide the tokens that it reads: an encoder alone with a head has the decoder's.
+    tokens = (TOKENS["D" if form == ENCODER_FORMS[1] else "E"], 0) if alone else (TOKENS["E"], TOKENS["D"])
+    return dataclasses.replace(job, device=device, encoder_tokens=tokens[0], decoder_tokens=tokens[1])
 
 
 def _walk(job: Job, *, backward: bool) -> Iterator[tuple[str, Formula]]:
@@ -173,7 +177,12 @@ def _walk(job: Job, *, backward: bool) -> Iterator[tuple[str, Formula]]:
         if purpose == "activations" and abs(change) >= NEGLIGIBLE:
             for product, coefficient in _products(abs(change)).items():
                 held[product] += coefficient if change > 0 else -coefficient
-        yield part, Counter({product: times for product, times in held.items() if times})
+        names = {"D": "E"} if job.sizes.num_hidden_layers == 0 else {}
+        yield part, Counter({_renamed(product, names): times for product, times in held.items() if times})
+
+
+def _renamed(product: str, names: dict[str, str]) -> str:
+    return _joined(*(names.get(name, name) for name in product.split("*")))
 
 
 def _products(num_bytes: int) -> Formula:
@@ -215,6 +224,8 @@ def _kept(ends: dict[str, Formula]) -> dict[str, Formula]:
     """The bytes that the middle layer of each stack adds, of those held at the end of each part of a pass."""
     parts, kept = list(ends), {}
     for side in ("encoder", "decoder"):
+        if f"forward pass, {side}.layers.{MIDDLE}" not in parts:
+            continue
         at = parts.index(f"forward pass, {side}.layers.{MIDDLE}")
         kept[side] = _minus(ends[parts[at]], ends[parts[at - 1]])
     return kept

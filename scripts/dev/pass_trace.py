@@ -33,7 +33,10 @@ from ds_encdec.model.activation_checkpointing import apply_activation_checkpoint
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import form_of
 from ds_encdec.model.lora import choose_trained
-from ds_encdec.objectives.tokens import packed_forward
+from ds_encdec.objectives.contrastive import pooled
+from ds_encdec.objectives.protocol import run_packed
+from ds_encdec.objectives.tokens import split_by_task
+from ds_encdec.registry.objectives import OBJECTIVES, TASKS
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 from tracked import StorageLog, storages_of
@@ -71,10 +74,15 @@ def watched_pass(job: Job, *, backward: bool = True) -> StorageLog:
         watch.log.note(storages_of(getattr(batch, field.name) for field in dataclasses.fields(batch)), "activations")
         with watch:
             watch.now_in(part="forward pass")
-            loss_sum = packed_forward(model.train(backward), batch)
+            output = run_packed(model.train(backward), batch)
+            if output.states is not None:
+                total = pooled(output.states, batch, "mean").sum()
+            else:
+                total = split_by_task(output, batch).total
+            del output
             if backward:
                 watch.now_in(part="backward pass")
-                loss_sum.total.backward()
+                total.backward()
     return watch.log
 
 
@@ -86,7 +94,9 @@ def _batch(job: Job) -> Batch:
     lengths = [tuple(end - start for start, end in itertools.pairwise(each)) for each in ends]
     edges = [torch.zeros(data.max_examples_per_micro_batch + 1, dtype=torch.int32) for _ in range(2)]
     encoder, decoder = (partial(torch.zeros, tokens, dtype=torch.int64) for tokens in counts)
-    return Batch(encoder(), decoder(), decoder(), encoder(), decoder(), *edges, decoder(), *lengths)
+    tasks = [TASKS[name] for name in OBJECTIVES[data.objective].tasks]
+    labelled = encoder if any(task.on_encoder for task in tasks) else decoder
+    return Batch(encoder(), decoder(), labelled(), encoder(), decoder(), *edges, labelled(), *lengths)
 
 
 class _StorageWatch(TorchDispatchMode):

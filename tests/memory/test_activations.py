@@ -12,7 +12,7 @@ from pass_trace import watched_pass
 from torch import nn
 from tracked import Tracked, tracking
 
-from ds_encdec.memory.estimate import TABLE, MicroBatch, engine_memory, formulas_of, step_parts
+from ds_encdec.memory.estimate import ENCODER_FORMS, TABLE, MicroBatch, engine_memory, formulas_of, step_parts
 from ds_encdec.memory.job import Job, Sizes
 from ds_encdec.memory.variants import changed
 from ds_encdec.model import precision
@@ -21,7 +21,7 @@ from ds_encdec.model.cross_attention import FORMS
 OFTEN = ("cuda bf16", "cpu fp32")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *ENCODER_FORMS])
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.nightly] * (kind not in OFTEN)) for kind in memory_formulas.KINDS],
@@ -133,6 +133,46 @@ def test_activations_beside_a_frozen_encoder(form: str, most: float) -> None:
     for mode, ratio in (("none", 1.0), ("full", 1.0), ("full", 4.0)):
         job = full_job("cuda", "bfloat16", mode, ratio, formed(form, 12), ("encoder.*", "shared.*"))
         assert 0.999 < estimated_peak(job) / traced_peak(job) < most
+
+
+@pytest.mark.parametrize("objective", ["contrastive", "mntp"])
+def test_activations_of_an_encoder_alone(objective: str) -> None:
+    sizes = replace(FLAT, num_hidden_layers=0, num_encoder_layers=4)
+    for device, numbers, mode in (("cpu", "float32", "none"), ("cuda", "bfloat16", "full")):
+        job = job_of(
+            "fsdp",
+            sizes=sizes,
+            world_size=1,
+            accumulation=1,
+            device="cpu",
+            sections={
+                "model": {"loss_chunk_tokens": 16},
+                "data": {"objective": objective, "max_encoder_length": 512, "max_examples_per_micro_batch": 4},
+                "training": {
+                    "per_device_train_batch_size": 4,
+                    "bf16": numbers != "float32",
+                    "activation_checkpointing": mode,
+                },
+            },
+            make={"device": device},
+        )
+        assert job.decoder_tokens == 0
+        traced, estimated = traced_peak(job), estimated_peak(job)
+        assert 0.99 < estimated / traced < 1.02
+        assert len(list(MicroBatch(job).layers())) == 4
+
+
+def test_an_embeddings_step_keeps_all_embeddings_of_all_ranks() -> None:
+    sizes, data = replace(FLAT, num_hidden_layers=0), {"objective": "contrastive", "max_encoder_length": 512}
+
+    def peak(world_size: int, accumulation: int) -> float:
+        sections = {"data": data, "training": {"per_device_train_batch_size": 4}}
+        job = job_of("fsdp", sizes=sizes, world_size=world_size, accumulation=accumulation, sections=sections)
+        return dict(step_parts(job, engine_memory(job)))["loss"].activations
+
+    texts = 2 * 4 * 4  # a micro-batch of two segments for each of four sequences, in quarters
+    added = 6 * 4 * ((64 - 8) * texts * FLAT.hidden_size + ((64 * texts) ** 2 - (8 * texts) ** 2) / 4)
+    assert peak(8, 8) - peak(8, 1) == added == peak(8, 8) - peak(4, 2)
 
 
 def traced_peak(job: Job) -> int:
