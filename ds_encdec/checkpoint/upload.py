@@ -87,7 +87,8 @@ class Uploads(Callback):
                 earlier.join()
             try:
                 files, root = self._open()
-                small = [path for path in self._run.root.iterdir() if path.suffix in (".json", ".jsonl", ".yaml")]
+                found = [*self._run.root.iterdir(), *self._run.reference.glob("*")]
+                small = [path for path in found if path.suffix in (".json", ".jsonl", ".yaml", ".npy")]
                 self._put(files, root, small)
                 steps = sorted(committed_steps(self._run.checkpoints).items(), reverse=True)
                 exports = [path.parent for path in self._run.exports.glob("*/config.json")] if is_end else []

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,14 @@ class ReferenceTable:
                 f"{folder}: the table of the reference is damaged ({error}); restore a copy"
             ) from error
 
+    @cached_property
+    def _pairs(self) -> np.ndarray:  # each search would copy them
+        return np.ascontiguousarray(self.rows["pair"])
+
     def __call__(self, examples: Sequence[Example]) -> torch.Tensor:
         """Return the log-probabilities, float32 [examples, 2]. Raises DataError for a pair that is not there."""
         pairs = np.array([pair_digest(one) for one in examples], "<u8")
-        places = np.searchsorted(self.rows["pair"], pairs)
+        places = np.searchsorted(self._pairs, pairs)
         found = self.rows[np.minimum(places, len(self.rows) - 1)]
         if lost := [one.document for one, there in zip(examples, found["pair"] == pairs, strict=True) if not there]:
             raise DataError(
@@ -69,9 +74,16 @@ class ReferenceTable:
 
 
 def write_table(folder: Path, log_probs: Mapping[int, Sequence[float]], facts: dict[str, Any]) -> None:
-    """Write the table of each pair's two log-probabilities, by its digest. Raises OSError."""
+    """Write the table of each pair's two log-probabilities, by its digest. Raises OSError, and CheckpointError for a
+    model whose log-probabilities are not finite."""
+    rows = np.array([(pair, tuple(log_probs[pair])) for pair in sorted(log_probs)], _ROW)
+    if not np.isfinite(rows["log_probs"]).all():
+        raise CheckpointError(
+            "model.model_name_or_path: this model gives answers log-probabilities that are not finite, so it is no "
+            "reference. Check its weights, or take training.bf16 instead of fp16"
+        )
     buffer = io.BytesIO()
-    np.save(buffer, np.array([(pair, tuple(log_probs[pair])) for pair in sorted(log_probs)], _ROW))
+    np.save(buffer, rows)
     folder.mkdir(exist_ok=True)
     (folder / _FACTS).unlink(missing_ok=True)
     write_atomically(folder / _ROWS, buffer.getvalue())

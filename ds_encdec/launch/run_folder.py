@@ -59,6 +59,7 @@ class RunFolder:
         self.abandoned_metrics = self.root / "metrics.abandoned.jsonl"
         self.samples = self.root / "samples.jsonl"
         self.events = self.root / "ledger.jsonl"
+        self.reference = self.root / "reference"  # see data/reference.py
         self.profile = self.root / "profile"
         self.stacks = self.root / "stacks"
         self.config_yaml = self.root / "config.yaml"

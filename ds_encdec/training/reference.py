@@ -34,7 +34,7 @@ _LINE_SECONDS = 30.0  # between two lines about the progress
 def use_reference(run: Run, data: TrainingData, engine: Engine, stop: StopRequest) -> None:
     """Give the loader the table of the reference: the checkpoint's, or that of an earlier start of this run, or a new
     one. A collective. Raises CheckpointError, DataError, or Preempted."""
-    losses, collectives, folder = engine.objective, run.context.collectives, run.folder.root / "reference"
+    losses, collectives, folder = engine.objective, run.context.collectives, run.folder.reference
     if not isinstance(losses, PreferenceLosses):
         return
     if run.checkpoint is None:

@@ -36,6 +36,9 @@ def tell(uploads: Uploads, checkpoint: Path) -> None:
 def test_checkpoints_and_exports_arrive_whole(run: RunFolder, there: Path) -> None:
     manager = make_manager(run.checkpoints)
     (run.root / "metrics.jsonl").write_text("{}\n")
+    run.reference.mkdir()
+    for name in ("table.npy", "table.json"):  # without which no copy of a checkpoint of preferences could be resumed
+        (run.reference / name).write_text(name)
     uploads = Uploads(run, f"file://{there}")
     tell(uploads, save(manager, 1, "best"))
     tell(uploads, save(manager, 2, "final"))
@@ -46,6 +49,7 @@ def test_checkpoints_and_exports_arrive_whole(run: RunFolder, there: Path) -> No
         assert verify_checkpoint(there / "checkpoints" / f"step-{step:08d}").step == step
     assert (there / "export" / "final" / "config.json").read_text() == "{}"
     assert (there / "metrics.jsonl").exists()
+    assert {path.name for path in (there / "reference").iterdir()} == {"table.npy", "table.json"}
     # A step that is saved again after a rollback takes the place of the earlier one, in another process, too.
     uploads = Uploads(run, f"file://{there}")
     tell(uploads, save(manager, 2))

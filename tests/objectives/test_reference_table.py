@@ -22,6 +22,7 @@ from ds_encdec.data.reference import ReferenceTable, pair_digest, write_table
 from ds_encdec.data.sources.sources import all_rows
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import Heartbeat
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.objectives.preferences import PreferenceLosses
 from ds_encdec.training.reference import _measured, _share, _take_over, use_reference
 
@@ -63,6 +64,12 @@ def test_a_table_gives_what_was_written_and_names_what_it_lacks(tmp_path: Path) 
     with pytest.raises(DataError, match=r"reference: the reference's log-probabilities of row 49 are not there"):
         table([examples[0], examples[49]])
     assert table_of(tmp_path / "again", examples[:-1]).digest == table.digest
+
+
+def test_a_reference_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="log-probabilities that are not finite, so it is no reference"):
+        write_table(tmp_path / "reference", {1: (-1.0, -2.0), 2: (-3.0, float("nan"))}, {})
+    assert ReferenceTable.read(tmp_path / "reference") is None
 
 
 def test_an_unfinished_table_is_none_and_a_damaged_one_an_error(tmp_path: Path) -> None:
@@ -138,7 +145,7 @@ def run_in(folder: Path, config: FullConfig, checkpoint: Any = None) -> Any:
     context = SimpleNamespace(collectives=HostCollectives())
     model = SimpleNamespace(base={"sha256": "abc"})
     return SimpleNamespace(
-        config=config, context=context, folder=SimpleNamespace(root=folder), model=model, checkpoint=checkpoint
+        config=config, context=context, folder=RunFolder(str(folder)), model=model, checkpoint=checkpoint
     )
 
 
