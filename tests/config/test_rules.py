@@ -99,6 +99,14 @@ infra.deepspeed_extra={gradient_clipping: 1.0} ; data.dataset_name=jsonl data.da
 infra.deepspeed_extra={optimizer: {params: {fused: true,foreach: true}}}
 infra.deepspeed_extra={optimizer: {params: {torch_adam: false}}}
 infra.deepspeed_extra={scheduler: {params: {warmup_min_lr: 1e-6}}} training.lr_scheduler_type=wsd
+data.objective=contrastive model.decoder_layers=2 ; data.objective=contrastive training.label_smoothing=0.1
+data.objective=contrastive data.max_decoder_length=64 ; data.objective=contrastive data.field_mapping={text: a}
+data.objective=contrastive data.input_template=x ; data.objective=contrastive data.dataset_name=builtin
+data.objective=contrastive training.metric_for_best_model=perplexity ; training.contrastive.temperature=0.1
+data.objective=contrastive training.contrastive.matryoshka_dims=[64,32] ; data.objective=mntp data.num_negatives=1
+data.objective=mntp model.cross_attention=aligned ; data.objective=mntp training.eval_generate_samples=8
+data.objective=mntp training.metric_for_best_model=mrr ; data.mask_share=0.5 ; data.objective=mntp data.mask_share=1
+data.objective=mntp training.teacher=source
 """
 
 

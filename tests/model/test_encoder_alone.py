@@ -11,8 +11,9 @@ from tiny_models import VOCAB, filled, pack, resolve, tiny_config, tiny_model, v
 from torch import Tensor
 
 from ds_encdec.base.types import ConfigError
-from ds_encdec.config.schema import ModelConfig
+from ds_encdec.config.schema import ModelConfig, load_config
 from ds_encdec.exports.hugging_face import export_hf
+from ds_encdec.memory.job import require_possible_model, run_sizes
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderModel
@@ -109,6 +110,29 @@ def test_an_untied_head_stays_only_where_tokens_are_predicted(tmp_path: Path) ->
     for objective, names in ((HEADLESS, set()), (WITH_HEAD, {"lm_head.weight"})):
         shapes = parameter_shapes(resolve_model(section, vocabulary(range(90, 94)), 0, objective).config)
         assert {name for name in shapes if name.startswith("lm_head")} == names
+
+
+def test_embeddings_are_cut_no_larger_than_the_states(tmp_path: Path) -> None:
+    decoder(tmp_path, "qwen3", **GROUPED)
+    settings = [f"model.model_name_or_path={tmp_path}", "data.objective=contrastive"]
+    require_possible_model(load_config(None, [*settings, "training.contrastive.matryoshka_dims=[8,32]"]))
+    with pytest.raises(ConfigError, match=r"^training\.contrastive\.matryoshka_dims has 33, but .* the model's 32"):
+        require_possible_model(load_config(None, [*settings, "training.contrastive.matryoshka_dims=[8,33]"]))
+
+
+@pytest.mark.parametrize(("objective", "head"), [("contrastive", False), ("mntp", True)])
+def test_estimates_know_the_encoder_that_a_run_trains(tmp_path: Path, objective: str, head: bool) -> None:
+    decoder(tmp_path / "decoder", "llama", **GROUPED)  # whose head is its own
+    whole = tiny_model(sentinel_token_ids=range(90, 94), tie_word_embeddings=False)
+    whole.save_pretrained(tmp_path / "whole")
+    for name in ("decoder", "whole"):
+        config = load_config(None, [f"model.model_name_or_path={tmp_path / name}", f"data.objective={objective}"])
+        known, row = vocabulary(range(90, 94)), OBJECTIVES[objective]
+        made = resolve_model(config.model, known, 0, row).config
+        shapes = parameter_shapes(run_sizes(config))
+        assert shapes == parameter_shapes(made)
+        assert ("lm_head.weight" in shapes) is head
+        assert not any(part.startswith("decoder.") for part in shapes)
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
