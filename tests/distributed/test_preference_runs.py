@@ -1,6 +1,7 @@
 """Whole runs of preferences on real ranks under both engines: against plain torch, and continued by another engine."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from copy import deepcopy
@@ -137,6 +138,22 @@ def test_runs_equal_a_loop_of_plain_torch(loss: str, tmp_path: Path) -> None:
         assert table is not None
         tables.add(tuple(table.rows["pair"].tolist()))
     assert len(tables) == 1  # the same pairs, whatever the ranks
+
+
+def test_the_base_of_adapters_is_their_reference(tmp_path: Path) -> None:
+    adapters = {"model.lora.r": 4, "model.lora.lora_dropout": 0.0, "training.learning_rate": 3e-2}
+    sides = [Side("FSDP2", 2), Side("ZeRO-2", 1)]
+    runs = {side: {"output_dir": str(tmp_path / str(side)), "steps": 3, "changes": PAIRS | adapters} for side in sides}
+    found = _by_world_size(runs)
+    for side in sides:
+        losses = found[side]["losses"]
+        assert losses[1] == pytest.approx(math.log(2), abs=1e-6)
+        assert abs(losses[3] - losses[1]) > 1e-3  # they are trained
+        table = ReferenceTable.read(tmp_path / str(side) / "reference")
+        base = json.loads((tmp_path / str(side) / "checkpoints" / "final" / "model" / "base.json").read_text())
+        assert table is not None
+        assert table.facts["reference"] == base["sha256"]
+    assert found[sides[0]]["losses"] == pytest.approx(found[sides[1]]["losses"], abs=BOUND)
 
 
 def test_another_engine_goes_on_with_the_table_of_the_first_run(tmp_path: Path) -> None:
