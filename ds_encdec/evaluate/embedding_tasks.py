@@ -11,8 +11,10 @@ import numpy as np
 
 from ds_encdec.base.types import DataError
 from ds_encdec.config.file_rows import as_text, not_unicode
+from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.sources.local_files import CsvFiles, JsonLines
 from ds_encdec.data.sources.sources import BadRow
+from ds_encdec.registry.objectives import text_columns
 from ds_encdec.registry.source_kinds import kind_of_file
 
 BEIR_FILES = ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv")
@@ -37,22 +39,23 @@ def read_pairs(path: Path) -> Pairs:
 
 
 def read_retrieval(path: Path) -> Retrieval:
-    """Read a folder in BEIR's layout, whose queries without an answer are left out; or rows of query, positives and
-    negatives (a document or a list of them, which are texts, or objects of title and text), where the documents are the
-    different ones of all rows. Raises DataError."""
+    """Read a folder in BEIR's layout, whose queries without an answer are left out; or rows as `data.objective:
+    contrastive` reads them, where the documents are the different positives and negatives of all. Raises DataError."""
     if path.is_dir():
         return _read_folder(path)
     queries, documents, gains = dict[str, str](), dict[str, str](), dict[str, dict[str, int]]()  # first ids by text
+    unmapped = DataConfig()
     for number, (place, row) in enumerate(_rows(path), 1):
-        answers = gains.setdefault(queries.setdefault(_field(place, row, "query"), str(number)), {})
-        for name in ("positive", "positives", "negative", "negatives"):
-            items = [] if row.get(name) is None else row[name]
+        columns = text_columns(unmapped, row)
+        answers = gains.setdefault(queries.setdefault(_field(place, row, columns["query"][0]), str(number)), {})
+        for name in (*columns["positive"], *columns["negative"]):
+            items = [] if row.get(name) in (None, "") else row[name]
             for index, item in enumerate(items if isinstance(items, list) else [items]):
                 text = _field(place, {**row, name: _whole(item) if isinstance(item, dict) else item}, name)
                 document = documents.setdefault(text, f"{number}.{name}.{index}")
-                answers |= {document: 1} if name.startswith("positive") else {}
+                answers |= {document: 1} if name in columns["positive"] else {}
         if not answers:
-            _field(place, row, "positive")  # raises
+            _field(place, row, columns["positive"][0])  # raises
     texts, corpus = ({id_: text for text, id_ in ids.items()} for ids in (queries, documents))
     return Retrieval(texts, corpus, gains)
 

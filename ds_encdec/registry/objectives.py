@@ -186,7 +186,17 @@ def _columns_of_preferences(data: Any, existing: Sequence[str]) -> Sequence[str]
 # The columns that data sets of queries and texts have, by what they hold, in the order in which they are looked for.
 TEXT_COLUMNS = {
     "query": ("query", "anchor", "question", "sentence1", "sent0", "text1"),
-    "positive": ("positive", "pos", "positive_passages", "answer", "passage", "sentence2", "sent1", "text2"),
+    "positive": (
+        "positive",
+        "pos",
+        "positives",
+        "positive_passages",
+        "answer",
+        "passage",
+        "sentence2",
+        "sent1",
+        "text2",
+    ),
     "negative": ("negative", "neg", "negatives", "negative_passages", "hard_neg", "sentence3"),
 }
 

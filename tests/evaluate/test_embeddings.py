@@ -247,7 +247,7 @@ def test_figures_of_documents_are_those_of_trec_eval(
 def test_rows_of_queries_positives_and_negatives(tmp_path: Path) -> None:
     rows = [
         {"query": "a", "positive": "one", "negative": ["two", "three"]},
-        {"query": "b", "positives": ["two", "four"], "negatives": None},
+        {"anchor": "b", "positives": ["two", "four"], "negative_1": None, "negative_2": "five"},
         {"query": "a", "positive": ["one", {"title": "fo", "text": "ur"}, {"title": "", "text": "four"}], "comment": 1},
     ]
     (file := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
@@ -258,6 +258,7 @@ def test_rows_of_queries_positives_and_negatives(tmp_path: Path) -> None:
         "1.negative.0": "two",
         "1.negative.1": "three",
         "2.positives.1": "four",
+        "2.negative_2.0": "five",
         "3.positive.1": "fo ur",
     }
     assert data.gains == {
