@@ -23,6 +23,7 @@ from ds_encdec.model.lora import merged_weights, peft_fields
 from ds_encdec.model.parameter_count import is_adapter
 from ds_encdec.model.source import Base, base_model
 from ds_encdec.model.weights import refuse_non_finite
+from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
 
 BASE_RECORD, TEACHER_RECORD = "base.json", "teacher.json"
@@ -112,6 +113,10 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
     lora = config.model.lora
     if lora is None:
         raise CheckpointError(f"--adapter: {path} holds a whole model, and no adapters (model.lora)")
+    if OBJECTIVES[config.data.objective].encoder_only:
+        raise CheckpointError(
+            f"--adapter: {path} is of an encoder alone, whose base no folder holds: leave it out, to merge"
+        )
     saved = open_saved_state(path)
     tensors = {
         f"base_model.model.{name}": saved_weights(saved)(name).contiguous() for name in filter(is_adapter, saved.shapes)

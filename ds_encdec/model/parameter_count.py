@@ -86,12 +86,18 @@ def count_parameters(sizes: ModelSizes) -> int:
 
 
 def training_flops(
-    sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_lengths: Sequence[int], trained_share: float = 1.0
+    sizes: ModelSizes,
+    encoder_lengths: Sequence[int],
+    decoder_lengths: Sequence[int],
+    trained_share: float = 1.0,
+    encoder_labels: int = 0,
 ) -> float:
     """Return the operations of a forward and a backward pass over documents of these lengths (tokens). The backward
     pass makes two products for each forward one, for the gradients of input and weight (Kaplan et al., arXiv
-    2001.08361, section 2.1); `trained_share` of the second are counted."""
-    return (2 + trained_share) * forward_flops(sizes, encoder_lengths, decoder_lengths)
+    2001.08361, section 2.1); `trained_share` of the second are counted. `encoder_labels`: tokens predicted from the
+    encoder's states."""
+    head = 2 * sizes.hidden_size * sizes.vocab_size * encoder_labels
+    return (2 + trained_share) * (forward_flops(sizes, encoder_lengths, decoder_lengths) + head)
 
 
 def forward_flops(sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_lengths: Sequence[int]) -> int:

@@ -329,7 +329,7 @@ OBJECTIVES = {
         maker="ds_encdec.data.examples.mntp:MaskMaker.from_config",
         tasks=("MNTP",),
         weights=lambda _: (1.0,),
-        own_fields=("objective", "mask_share", "eval_fraction"),
+        own_fields=("objective", "max_seq_length", "mask_share", "eval_fraction"),
         **_TEXT_SPLITS,
         expected_ratio=lambda _: 1.0,
         encoder_only=True,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ds_encdec.base.quantities import count, gib
-from ds_encdec.base.types import TrainingState
+from ds_encdec.base.types import Batch, TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import MAKE_ROOM
 from ds_encdec.config.schema import FullConfig
@@ -35,6 +35,7 @@ from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
 from ds_encdec.registry.engines import ByEngine
+from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.training.run_model import RunModel
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,12 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
     if there is one. A collective. Raises DiskRefusedError."""
     config, folder, sizes = run.config, run.folder, run.model.config
     world, device = run.context.world, run.context.device
-    share = trained_share(config, sizes)
+    share, row = trained_share(config, sizes), OBJECTIVES[config.data.objective]
+    on_encoder = row.encoder_only and row.has_head
+
+    def batch_flops(batch: Batch) -> float:
+        labels = batch.num_losses * on_encoder
+        return training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, share, labels)
 
     def open_recorder() -> Recorder:
         with Writing(folder.root, "The run", MAKE_ROOM).explain_refusals():
@@ -120,7 +126,7 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
                 monitor=TrainingMonitor.from_config(config),
                 events=EventLog(folder.events if world.is_main else None),
                 sinks=open_sinks(config, folder.root, rank=world.rank, start_step=state.global_step),
-                batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, share),
+                batch_flops=batch_flops,
                 peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
                 estimated_bytes=expected.peak_bytes if expected is not None else None,
                 on_long_row=config.data.on_long_row,

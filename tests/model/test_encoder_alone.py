@@ -19,7 +19,7 @@ from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderModel
 from ds_encdec.model.loss_kernel import IGNORE_INDEX
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.parameter_count import forward_flops, parameter_shapes
+from ds_encdec.model.parameter_count import forward_flops, parameter_shapes, training_flops
 from ds_encdec.model.source import ModelSource, resolve_model
 from ds_encdec.model.weights import random_weights
 from ds_encdec.registry.objectives import OBJECTIVES
@@ -161,4 +161,7 @@ def test_operations_are_those_of_the_layers() -> None:
     weights = sum(one.numel() for one in Qwen3ForSeq2SeqLM(config).encoder.parameters() if one.dim() > 1)
     pairs = 2 * config.num_attention_heads * config.head_dim * sum(length**2 for length in lengths)
     assert forward_flops(config, lengths, (0, 0)) == 2 * (weights * sum(lengths) + 3 * pairs)
-    assert config.vocab_size == VOCAB
+    head = 2 * config.hidden_size * VOCAB * 4
+    assert training_flops(config, lengths, (0, 0), encoder_labels=4) == 3 * (
+        forward_flops(config, lengths, (0, 0)) + head
+    )

@@ -46,7 +46,8 @@ class MaskMaker(ChunkMaker):
 
     def examples(self, ids: np.ndarray, document: str, epoch: int, wanted: Container[int] = ALL) -> Iterator[Made]:
         beginning = np.array(self.vocabulary.beginning(), dtype=np.int32)
-        chunks = -(-self.size(ids) // self.chunker.bounds.max_encoder_tokens)
+        bounds = self.chunker.bounds
+        chunks = -(-self.size(ids) // min(bounds.max_encoder_tokens, bounds.max_raw_tokens))
         for number, (start, stop) in enumerate(pairwise(len(ids) * cut // max(chunks, 1) for cut in range(chunks + 1))):
             if number in wanted:
                 text = np.concatenate([beginning, ids[start:stop]])
