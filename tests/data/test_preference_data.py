@@ -132,6 +132,8 @@ UNUSABLE: list[dict[str, Any]] = [
     {"prompt": [USER], "chosen": [YES], "rejected": [says("assistant", "")]},
     {"prompt": [USER], "chosen": [YES], "rejected": [YES]},
     {"prompt": [USER], "chosen": [YES], "rejected": [NO], "weight": 2},
+    {"prompt": [USER], "chosen": [says("user", "who"), YES], "rejected": [NO]},
+    {"prompt": None, "chosen": "The sky is blue", "rejected": "The sky is black"},
 ]
 
 

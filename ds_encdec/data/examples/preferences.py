@@ -66,7 +66,8 @@ class PreferenceMaker(PairMaker):
     ) -> tuple[str, ...]:
         fields = columns_by_field(self.data)
         if prompt is None and "prompt" in fields:
-            if not all(isinstance(one, str) for one in answers):
+            is_named = columns["prompt"] in record or "prompt" in self.data.field_mapping
+            if is_named or not all(isinstance(one, str) for one in answers):
                 raise UnusableError(f"it has no prompt (column {columns['prompt']})")
             shared = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False)))
             end = re.search(r"\s+\S*\Z", shared)  # no word of the answers is cut
@@ -91,13 +92,16 @@ class PreferenceMaker(PairMaker):
     def _of_messages(
         self, prompt: Any, answers: Sequence[list[Any]], record: Mapping[str, Any], columns: Mapping[str, str]
     ) -> tuple[str, ...]:
-        chat = self._chat_of(columns["chosen"])
+        chat = self._chat_of(f"data.field_mapping.chosen={columns['chosen']}")
         before = prompt if isinstance(prompt, list) else []
         if prompt is not None and not before and all(len(one) == 1 for one in answers):
             before = [{"role": "user", "content": prompt}]
         # Beside a prompt of messages some data sets repeat it in both answers. A text beside conversations is their
         # first question once more, as UltraFeedback has it, and is not read.
-        whole = [one if before and one[: len(before)] == before else [*before, *one] for one in answers]
+        repeat = [bool(before) and one[: len(before)] == before for one in answers]
+        if before and any(len(one) > 1 and not repeats for one, repeats in zip(answers, repeat, strict=True)):
+            raise UnusableError("an answer has several messages, and does not begin with those of its prompt")
+        whole = [one if repeats else [*before, *one] for one, repeats in zip(answers, repeat, strict=True)]
         chosen, rejected = ([turn for turn, _ in self._conversation(one, record)] for one in whole)
         for name, turns in (("chosen", chosen), ("rejected", rejected)):
             if not turns or turns[-1]["role"] != "assistant":

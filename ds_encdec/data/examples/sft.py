@@ -248,7 +248,7 @@ class PairMaker(ExampleMaker):
             (source, _), (target, has_text) = self._filled(record)
             yield _not_empty(source, target if has_text else "")
         else:
-            yield from self._turns(self._chat_of(column), messages, record)
+            yield from self._turns(self._chat_of(f"data.messages_column={column}"), messages, record)
 
     def _filled(self, record: Mapping[str, Any]) -> list[tuple[str, bool]]:
         """Return the text of each template, and whether any of its fields is more than blanks."""
@@ -259,10 +259,10 @@ class PairMaker(ExampleMaker):
             filled.append((text, any(value.strip() for _, value in values)))
         return filled
 
-    def _chat_of(self, column: str | None) -> ChatTemplate:
+    def _chat_of(self, field: str) -> ChatTemplate:
         if self.chat is None:
             raise ConfigError(
-                f"data.messages_column={column}: the rows are conversations, and the tokenizer has no chat template. "
+                f"{field}: the rows are conversations, and the tokenizer has no chat template. "
                 "Name one that has (model.tokenizer_name_or_path), or another column for rows of fields"
             )
         return self.chat
