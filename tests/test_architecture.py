@@ -83,6 +83,8 @@ generate --model . --text hi --stream --num-beams 2: 2
 generate --model nowhere --text hi: 5
 evaluate --model nowhere: 5
 evaluate --model MODEL --config nowhere.yaml: 2
+evaluate --model MODEL --task sts rows.jsonl: 5
+evaluate --model ENCODER --task retrieval nowhere.jsonl: 4
 inspect-data trainning.x=1: 2
 export nowhere tests --adapter: 5
 export nowhere out --adapter --encoder-only: 2
@@ -102,7 +104,10 @@ verify nowhere: 5
 
 def test_help_and_mistakes_do_not_pay_for_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
-    cases = dict(line.rsplit(": ", 1) for line in MISTAKES.replace("MODEL", str(tmp_path)).strip().splitlines())
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "config.json").write_text('{"model_type": "qwen3_seq2seq_encoder"}')
+    lines = MISTAKES.replace("MODEL", str(tmp_path)).replace("ENCODER", f"{tmp_path}/encoder").strip().splitlines()
+    cases = dict(line.rsplit(": ", 1) for line in lines)
     code = (
         "import contextlib, json, os, sys; from ds_encdec.cli import main\n"
         "for case in sys.argv[1:]:\n"

@@ -1,5 +1,6 @@
 """`ds-encdec evaluate --task`: figures against scipy's and trec_eval's, embeddings against sentence-transformers'."""
 
+import gzip
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from ds_encdec.evaluate.embedding_tasks import correlations, rank_figures, read_
 from ds_encdec.evaluate.embeddings import Embedder
 from ds_encdec.exports.hugging_face import export_checkpoint
 from ds_encdec.launch.world import free_port
+from ds_encdec.model.encoder import Qwen3EncoderModel
 
 CPU = torch.device("cpu")
 FORMS = FORMED | {"raw": {"norm_position": "after"}}
@@ -158,8 +160,10 @@ def test_figures_of_pairs_are_those_of_sentence_transformers(root: Path, tmp_pat
             assert [record["similarity"] for record in records] == pytest.approx(similarities, abs=1e-5)
             assert [record["score"] for record in records] == scores
     assert found["examples"] == 40
-    as_table = judge(root / "encoder-aligned", "sts", root / "sts.tsv", tmp_path / "table")
-    assert as_table["figures"].items() <= found["figures"].items()
+    (tmp_path / "sts.tsv.gz").write_bytes(gzip.compress((root / "sts.tsv").read_bytes()))
+    for number, file in enumerate((root / "sts.tsv", tmp_path / "sts.tsv.gz")):
+        as_table = judge(root / "encoder-aligned", "sts", file, tmp_path / f"table-{number}")
+        assert as_table["figures"].items() <= found["figures"].items()
     assert "40 examples of" in (shown := capsys.readouterr().out)
     assert f"spearman             {found['figures']['spearman']:10.4f}\n" in shown
 
@@ -385,6 +389,20 @@ def test_what_cannot_be_judged_is_refused(
     assert main(["evaluate", *how, *arguments.split()]) == code
     golden(capsys.readouterr().err.replace(str(root), "ROOT"))
     assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_a_batch_that_is_too_large_names_its_option(
+    root: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(Qwen3EncoderModel, "forward", refuse)
+    how = ["--model", str(root / "encoder-final"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(["evaluate", *how, "--task", "sts", str(root / "sts.jsonl"), "--batch-tokens", "50"]) == 6
+    assert "does not fit into memory (CUDA out of memory. Tried to allocate 2 GiB). Lower --batch-tokens (50 now)" in (
+        capsys.readouterr().err
+    )
 
 
 def test_another_evaluation_is_not_overwritten(root: Path, tmp_path: Path, capsys: Output) -> None:
