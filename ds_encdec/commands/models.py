@@ -163,15 +163,13 @@ def _show(found: Mapping[str, Any], options: argparse.Namespace, judged: object,
 
 
 _TASKS = {"sts": "read_pairs", "retrieval": "read_retrieval"}
-_OF_TASKS = ("model", "task", "file", "dimensions", "out", "batch_tokens", "device", "dtype", "json")
+_OF_TASKS = ("--model", "--task", "file", "--dimensions", "--out", "--batch-tokens", "--device", "--dtype", "--json")
 
 
 def _judge_embeddings(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    rows = {names.lstrip("-").replace("-", "_"): how for names, how in VERBS["evaluate"].arguments.items()}
-    others = [
-        name for name, how in rows.items() if name not in _OF_TASKS and getattr(options, name) != how.get("default")
-    ]
-    if unused := [*(f"--{name.replace('_', '-')}" for name in others), *overrides]:
+    given = {names: getattr(options, names.lstrip("-").replace("-", "_")) for names in VERBS["evaluate"].arguments}
+    is_default = {names: given[names] == how.get("default") for names, how in VERBS["evaluate"].arguments.items()}
+    if unused := [*(names for names in given if names not in _OF_TASKS and not is_default[names]), *overrides]:
         raise ConfigError(f"{unused[0]}: --task {options.task} judges embeddings and does not read this; leave it out")
     if options.file is None:
         raise ConfigError(f"--task {options.task} needs the file to judge by: ds-encdec evaluate … --task TASK FILE")

@@ -66,7 +66,7 @@ def open_encoder(folder: Path, device: torch.device, dtype: str | None = None) -
     import torch
 
     from ds_encdec.model.configuration import Qwen3EncoderConfig
-    from ds_encdec.model.cross_attention import form_of
+    from ds_encdec.model.cross_attention import encoder_norm
     from ds_encdec.model.encoder import Qwen3EncoderModel
 
     if is_encoder(folder):
@@ -75,8 +75,7 @@ def open_encoder(folder: Path, device: torch.device, dtype: str | None = None) -
     with torch.device("meta"):
         made = Qwen3EncoderModel(Qwen3EncoderConfig.of(whole.config))
     made.shared, made.encoder.layers = whole.shared, whole.encoder.layers
-    reads_by = whole.decoder.layers[-1].input_layernorm if form_of(whole.config).has_own_norm else whole.encoder.norm
-    made.encoder.norm = reads_by  # the norm that its last states are read through, as in an export
+    made.encoder.norm = whole.get_submodule(encoder_norm(whole.config).removesuffix(".weight"))
     return made.eval()
 
 
