@@ -234,6 +234,8 @@ def _build_model(
         shard(unit, reshard_after_forward=infra.sharding_stage.startswith("zero3"))
     # The backward pass begins with the embedding, which the root holds: freeing it would gain nothing.
     shard(model, reshard_after_forward=False)
+    if isinstance(model, DistilledSeq2SeqLM):  # not what ran before the root's end, the teacher, which has no backward
+        cast(FSDPModule, model).set_modules_to_backward_prefetch([cast(FSDPModule, model.decoder.layers[-1])])
     model.to_empty(device="cpu" if offloaded else device)
     return model
 

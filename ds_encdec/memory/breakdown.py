@@ -68,7 +68,9 @@ class EngineMemory(NamedTuple):
     unit)`: once its backward pass is through `done` parameters, at the worst moment of a layer or embedding of `unit`
     ones, or `behind` it. `last_reduction`: after it, if gradients are not reduced layer by layer. `step`: the worst of
     the optimizer's. `build`: all, while the engine is built. `keeps_frozen_inputs`: products with frozen weights keep
-    inputs that nothing needs. `sums_in_16_bits`: micro-batches are added up in 16 bits."""
+    inputs that nothing needs. `sums_in_16_bits`: micro-batches are added up in 16 bits. `frozen_shares`: ranks that
+    share a frozen parameter. `gathers`: most parameters of a frozen model that are whole at one time, beside a layer's
+    (inf: all, until the backward pass is over); 0: it is whole in any case. `offloads_frozen`: they are on the host."""
 
     backward: Callable[[Count, Count], Breakdown]
     resting: Breakdown = Breakdown()
@@ -81,6 +83,9 @@ class EngineMemory(NamedTuple):
     reduces_every_micro_batch: bool = False
     sums_in_16_bits: bool = False
     communicators: int = 1
+    frozen_shares: int = 1
+    gathers: float = 0.0
+    offloads_frozen: bool = False
     behind: Callable[[Count, Count], Breakdown] = lambda _, __: Breakdown()
 
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from math import ceil, prod
+from math import ceil, inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.objective_sections import SIMILARITIES
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate
 from ds_encdec.memory.fsdp import fsdp_memory
-from ds_encdec.memory.job import Job, Side, with_micro_batch
+from ds_encdec.memory.job import Job, Parameters, Side, with_micro_batch
 from ds_encdec.memory.zero import zero_memory
 from ds_encdec.model.cross_attention import form_of
+from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.registry.engines import ByEngine
 from ds_encdec.registry.objectives import OBJECTIVES
 
@@ -57,7 +58,8 @@ def estimate(job: Job) -> Estimate:
         process += RANK_PROCESS_BYTES["cuda"]
     copied = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs).kept_on_host()
     offloaded = copied * (1.5 if job.device == "cuda" else 1.0) * training.activation_offload  # half more if pinned
-    host = engine.host._replace(activations=offloaded, process=process)
+    parameters = engine.host.parameters + teaching(job, engine).host
+    host = engine.host._replace(activations=offloaded, process=process, parameters=parameters)
     return Estimate(peak + Breakdown(framework=framework), moment, host)
 
 
@@ -71,13 +73,16 @@ _MEMORY: ByEngine[Callable[[Job], EngineMemory]] = ByEngine(deepspeed=zero_memor
 
 def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Yield each moment that may be the worst of a step, with its bytes except for the framework's share."""
-    resting, embedding, training = engine.resting + _cached(job), job.model.of("shared."), job.config.training
+    teacher = teaching(job, engine)
+    resting = engine.resting + _cached(job) + teacher.resting
+    embedding, training = job.model.of("shared."), job.config.training
     batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
     # What is offloaded comes back for one layer's work at a time.
     layers = [layer._replace(kept=layer.kept * (not training.activation_offload)) for layer in batch.layers()]
     kept = sum(layer.kept for layer in layers)
     at_loss = resting + engine.forward + Breakdown(activations=kept)
-    yield "loss", at_loss + batch.at_worst("loss")
+    yield "forward pass of the teacher", at_loss + teacher.forward
+    yield "loss", at_loss + batch.at_worst("loss") + teacher.loss
     yield "backward of the head", at_loss + batch.at_worst("head")
     # A tied head's gradient waits for the embedding's; an untied one is an ordinary gradient.
     done = job.model.of("lm_head.")
@@ -95,7 +100,8 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     if training.eval_samples:
         # There are no earlier gradients.
         sized = with_micro_batch(replace(job, gradient_accumulation_steps=1), training.per_device_eval_batch_size)
-        yield "evaluation", resting + engine_memory(sized).forward + MicroBatch(sized).at_worst("evaluation")
+        forward, beside = engine_memory(sized).forward, teaching(sized, engine).loss
+        yield "evaluation", resting + forward + MicroBatch(sized).at_worst("evaluation") + beside
     if training.eval_generate_samples:
         yield "generation", resting + _generation(job)
     yield "building of the engine", engine.build
@@ -110,6 +116,50 @@ def _cached(job: Job) -> Breakdown:
     most = data.max_examples_per_micro_batch * (2 + data.num_negatives)
     texts = lanes * min(4 * job.encoder_tokens / data.max_encoder_length, most)
     return Breakdown(activations=6 * _FLOAT32 * (texts * job.sizes.hidden_size + min(SIMILARITIES, texts**2 / 4)))
+
+
+class Teaching(NamedTuple):
+    """The bytes of a teacher: at rest, in its forward pass, and beside the student's in the loss. `host`: offloaded."""
+
+    resting: Breakdown = Breakdown()
+    forward: Breakdown = Breakdown()
+    loss: Breakdown = Breakdown()
+    host: float = 0.0
+
+
+def teaching(job: Job, engine: EngineMemory) -> Teaching:
+    """Return the memory of the job's teacher. A decoder is assumed to read all tokens of a micro-batch as texts."""
+    sizes, each = job.teacher, job.compute_bytes
+    if sizes is None:
+        return Teaching()
+    model = Parameters(parameter_shapes(sizes), {})
+    all_parameters, layers = model.of("").all, [layer.all for layer in model.layers.values()]
+    read = (job.encoder_tokens, job.decoder_tokens)
+    if sizes.num_encoder_layers == 0:
+        read = 0, sum(read) + 1
+    # Without a vocabulary: logits are not made in the forward pass.
+    alone = replace(
+        job, sizes=replace(sizes, vocab_size=0), model=model, encoder_tokens=read[0], decoder_tokens=read[1]
+    )
+    working = MicroBatch(alone).at_worst("evaluation")
+    root = all_parameters - sum(layers)
+    whole = min(all_parameters, max(engine.gathers, root + 2 * max(layers))) if engine.gathers else 0
+    held = each * all_parameters / engine.frozen_shares
+    stays = engine.gathers == inf
+    gathered = Breakdown(communication=each * whole * (not stays))
+    # Its states, those of the tokens that it teaches, and the student's in that order.
+    states = each * (read[1] * sizes.hidden_size + job.decoder_tokens * (sizes.hidden_size + job.sizes.hidden_size))
+    chunk = min(job.config.model.loss_chunk_tokens, job.decoder_tokens)
+    # The kernel needs its logits alone; operators also its probabilities, and the student's logits a second time.
+    logits = _FLOAT32 * chunk * sizes.vocab_size
+    logits += _FLOAT32 * chunk * (sizes.vocab_size + job.sizes.vocab_size) * (job.device == "cpu")
+    logits += _FLOAT32 * sizes.vocab_size * sizes.hidden_size * job.emulates_bf16
+    return Teaching(
+        Breakdown(weights=held * (not engine.offloads_frozen) + each * whole * stays),
+        gathered + working,
+        gathered + Breakdown(activations=states, logits=logits),
+        held * engine.offloads_frozen,
+    )
 
 
 def _generation(job: Job) -> Breakdown:

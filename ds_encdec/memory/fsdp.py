@@ -6,7 +6,7 @@ parameters count as `weights` if they stay from the forward to the backward pass
 
 from collections import Counter
 from collections.abc import Iterable
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from ds_encdec.config.shares import mesh_shape
@@ -37,6 +37,9 @@ def fsdp_memory(job: Job) -> EngineMemory:
         step=s.step(),
         host=s.host(),
         reduces_every_micro_batch=s.accumulates and not s.accumulates_whole,
+        frozen_shares=s.shards,
+        gathers=1.0 if s.frees_layers else inf,
+        offloads_frozen=s.offloads,
         # torch's own, which the mesh takes unless it has two dimensions.
         communicators=3 if s.replicas > 1 and s.shards > 1 else 1,
     )

@@ -14,7 +14,7 @@ from ds_encdec.base.types import CheckpointError, ConfigError, is_hidden_matrix
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.config.settings import Conflict, closest
 from ds_encdec.config.shares import micro_batches_per_step, token_budgets
-from ds_encdec.config.stored_model import read_stored_model
+from ds_encdec.config.stored_model import read_stored_model, teacher_place
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.memory.breakdown import Count
 from ds_encdec.model.depth import encoder_fields, form_fields, require_stored_form
@@ -128,6 +128,7 @@ class Job:
     gradient_accumulation_steps: int
     emulates_bf16: bool = False
     ratio: float = 1.0  # Encoder tokens per decoder token of the data
+    teacher: Sizes | None = None
 
     @property
     def stepped_matrices(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -212,6 +213,7 @@ def make_job(
         gradient_accumulation_steps=steps,
         emulates_bf16=emulates_bf16,
         ratio=ratio,
+        teacher=_teacher_sizes(config),
     )
 
 
@@ -306,16 +308,29 @@ def _source_sizes(config: FullConfig) -> Source:
         return Sizes.of(section.architecture), None  # its rows are fixed: a run refuses a tokenizer with more
     name = section.model_name_or_path
     assert name is not None  # the configuration has one of the two
-    folder = Path(name).expanduser()
-    sizes, stored = PUBLISHED.get(name), None
-    if sizes is None or folder.is_dir():
-        sizes, stored = _stored_sizes((folder if folder.is_dir() else _cached_config(name)) / "config.json")
+    sizes, stored = _named_sizes(name)
     if sizes.vocab_size != QWEN3_ROWS:
         return sizes, stored  # other tokenizers are not read, and rows that they may lack are not counted
     # Qwen3's embedding grows if sentinels and mode tokens do not fit.
     ids = QWEN3_IDS + section.num_sentinel_tokens + len(MODE_TOKENS) * config.data.use_mode_tokens
     rows = max(QWEN3_ROWS, -(-ids // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE)
     return replace(sizes, vocab_size=rows), stored
+
+
+def _named_sizes(name: str) -> Source:
+    folder = Path(name).expanduser()
+    if name in PUBLISHED and not folder.is_dir():
+        return PUBLISHED[name], None
+    return _stored_sizes((folder if folder.is_dir() else _cached_config(name)) / "config.json")
+
+
+def _teacher_sizes(config: FullConfig) -> Sizes | None:
+    """Return the sizes of the teacher, if there is one; a decoder's without encoder layers."""
+    name = teacher_place(config)
+    if name is None:
+        return None
+    sizes, stored = _named_sizes(name)
+    return sizes if stored is not None else replace(sizes, num_encoder_layers=0)
 
 
 def _formed(config: FullConfig, sizes: Sizes, stored: dict[str, Any] | None) -> Sizes:

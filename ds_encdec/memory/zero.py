@@ -301,6 +301,9 @@ def _sharded(s: _Settings) -> EngineMemory:
         behind=partial(backward, behind=True),
         step=Breakdown(gradients=0 if s.offloads_optimizer else prepared, communication=secondary),
         keeps_frozen_inputs=True,  # zero/linear.py: LinearFunctionForZeroStage3
+        frozen_shares=ranks,
+        gathers=live * is_gathered,
+        offloads_frozen=s.offloads_parameters,
         last_reduction=Breakdown(
             gradients=s.weight * s.largest if s.trainable > s.bucket else 0,
             communication=last + gathered(s.parameters - persistent - s.largest),

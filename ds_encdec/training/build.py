@@ -321,7 +321,7 @@ def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
     if context.world.is_main and (problem := beyond_positions(model.config, *lengths)):
         logger.warning("data.max_encoder_length, data.max_decoder_length: %s", problem)
     config = resolve_checkpointing(config, context, model.config, checkpoint)
-    config = resolve_batch_size(config, context, request.stop, model.config, checkpoint)
+    config = resolve_batch_size(config, context, request.stop, model.config, checkpoint, model.teacher)
     lanes = plan_lanes(config, context.world.world_size, saved["num_lanes"] if saved else None)
     return Run(config, context, folder, checkpoint, model, commits, *lanes, config.training.num_train_epochs)
 

@@ -37,9 +37,12 @@ from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.job import Sizes
 from ds_encdec.model import precision
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import FORMS
+from ds_encdec.model.distillation import TeacherSource
+from ds_encdec.model.source import Base
 from ds_encdec.training.auto_batch.probe import full_batch, zero_weights
 from ds_encdec.training.auto_batch.resolve import job_here
 
@@ -68,9 +71,10 @@ TRAINED: dict[str, dict[str, dict[str, Any]]] = {
     "lora-only": {"model": {"lora": {"r": 8, "lora_dropout": 0.0}}},
     "decoder": {"training": {"freeze": ["shared.*", "encoder.*"]}},
     "nf4": {"model": {"lora": {"r": 8, "quantize": "nf4"}}},  # which every rank has whole: FSDP2's zero0 alone
+    "teacher": {},  # beside all of the model
     "dropout": {"training": {"residual_dropout": 0.1}},  # attention's goes by the longest documents there may be
 }
-"""Settings of runs that do not train all of the model, or not without dropout."""
+"""Settings of runs that do not train all of the model, or not without dropout or a teacher."""
 CHECKPOINTING = {"deepspeed": ("none", "full", "every_n"), "fsdp": ("none", "full", "selective")}
 """`selective` exists under FSDP2 alone; the layers of `every_n` are measured as those of `none` and of `full`."""
 
@@ -112,13 +116,17 @@ QUICK = [
     Row("deepspeed", "zero2", "none", "none", "bf16", "none", "small", 8, 1, "lora"),
     Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 8, 2, "lora", form="final"),
     Row("fsdp", "zero3", "none", "none", "bf16", "full", "small", 8, 1, "lora"),
+    Row("deepspeed", "zero2", "none", "none", "bf16", "full", "small", 8, 1, "teacher"),
+    Row("deepspeed", "zero3", "cpu", "none", "bf16", "none", "small", 1, 2, "teacher"),
+    Row("fsdp", "zero3", "none", "none", "fp32", "full", "large", 1, 1, "teacher"),
+    Row("fsdp", "zero2", "none", "none", "bf16", "full", "large", 1, 1, "teacher"),
 ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a handful of rows")
-    parser.add_argument("--trained", action="store_true", help="runs that do not train all of the model, 56 rows")
+    parser.add_argument("--trained", action="store_true", help="partly frozen models, and teachers, 68 rows")
     parser.add_argument("--only", default="", help="only rows with these words in their name")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
@@ -186,6 +194,9 @@ def measure(row: Row, context: RunContext) -> dict[str, Any]:
     config, model_config = _configuration(row, device)
     job = job_here(config, context, model_config, row.accumulation)
     job = dataclasses.replace(job, emulates_bf16=job.emulates_bf16 and row.dtype == "bf16")
+    teacher = teacher_of(model_config) if row.trained == "teacher" else None
+    if teacher is not None:
+        job = dataclasses.replace(job, teacher=Sizes.of(teacher.config))
     expected = estimate(job)
     estimated = expected.peak.total - expected.peak.framework
     if device.type == "cpu":
@@ -194,7 +205,7 @@ def measure(row: Row, context: RunContext) -> dict[str, Any]:
     with tracking(nn.Module(), None, device) as before:  # what earlier engines have left behind
         pass
     linear = nn.functional.linear
-    engine = create_engine(config, context, model_config, zero_weights(model_config), row.accumulation)
+    engine = create_engine(config, context, model_config, zero_weights(model_config), row.accumulation, teacher)
     batch = full_batch(config, row.micro_batch, model_config.vocab_size)
     target_tokens = batch.target_tokens * row.accumulation * context.world.world_size
     _step(engine, batch, row.accumulation, target_tokens)
@@ -228,6 +239,14 @@ def measure(row: Row, context: RunContext) -> dict[str, Any]:
         "resting": tracked.resting_bytes - before.resting_bytes,
         "phases": {name: dataclasses.asdict(phase) for name, phase in tracked.phases.items()},
     }
+
+
+def teacher_of(student: Qwen3Seq2SeqConfig) -> TeacherSource:
+    """A decoder half as wide again, with one layer more, and the student's vocabulary."""
+    fields = student.to_dict() | {"cross_attention": "final", "encoder_positions": "unrotated", "num_encoder_layers": 0}
+    fields |= {"hidden_size": student.hidden_size * 3 // 2, "num_hidden_layers": student.num_hidden_layers + 1}
+    config = Qwen3Seq2SeqConfig(**fields)
+    return TeacherSource("", config, Base(zero_weights(config), None, {}), config.vocab_size)
 
 
 def _step(engine: Engine, batch: Batch, accumulation: int, target_tokens: int, tracked: Tracked | None = None) -> None:

@@ -41,10 +41,12 @@ from ds_encdec.memory.job import assumed_ratio
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.distillation import TeacherSource
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
+from ds_encdec.model.source import Base
 from ds_encdec.monitor.machine import own_status, peak_host_bytes
 from ds_encdec.registry.engines import EngineName
-from ds_encdec.registry.objectives import OBJECTIVES
+from ds_encdec.registry.objectives import OBJECTIVES, TASKS
 
 STEPS = 2  # optimizer steps: from the second one on, the optimizer has its states
 MICRO_BATCHES = 2  # micro-batches of a step, at most: from the second one on, gradients are accumulated
@@ -69,9 +71,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTask:
-    """The task of one rank's probe. `config` has numbers as its micro-batch size and accumulation. `model`: its
-    configuration as a dict. `number`: of the try, under which its ranks rendezvous. `free_bytes`: of the device, of
-    which `HEADROOM` stays free, for fragmentation and other needs that two steps do not show."""
+    """The task of one rank's probe. `config` has numbers as its micro-batch size and accumulation. `model`, `teacher`:
+    their configurations as dicts. `number`: of the try, under which its ranks rendezvous. `free_bytes`: of the device,
+    of which `HEADROOM` stays free, for fragmentation and other needs that two steps do not show."""
 
     config: FullConfig
     model: dict[str, Any]
@@ -80,6 +82,7 @@ class ProbeTask:
     number: int
     device: str
     free_bytes: int
+    teacher: dict[str, Any] | None = None
 
 
 TASK = TypeAdapter(ProbeTask)  # writes a task as one line of JSON, and reads it
@@ -96,8 +99,11 @@ def measure(task: ProbeTask) -> Outcome:
         context = RunContext(task.world, device, task.engine, HostCollectives(timeout))
         model = Qwen3Seq2SeqConfig.from_dict(task.model)
         accumulation = config.training.gradient_accumulation_steps
-        engine = create_engine(config, context, model, zero_weights(model), accumulation)
-        batch = full_batch(config, config.training.micro_batch_size, model.vocab_size)
+        taught_by = None if task.teacher is None else Qwen3Seq2SeqConfig.from_dict(task.teacher)
+        teacher = taught_by and TeacherSource("", taught_by, Base(zero_weights(taught_by), None, {}), model.vocab_size)
+        engine = create_engine(config, context, model, zero_weights(model), accumulation, teacher)
+        words = min(one.vocab_size for one in (model, taught_by or model))
+        batch = full_batch(config, config.training.micro_batch_size, words)
         micro_batches = min(accumulation, MICRO_BATCHES)
         num_losses = batch.num_losses * micro_batches * task.world.world_size
         for _ in range(STEPS):
@@ -107,7 +113,7 @@ def measure(task: ProbeTask) -> Outcome:
                 raise DsEncDecError("a step of the probe was skipped, so that the optimizer has no states")
         if config.training.eval_samples:
             where = "in an evaluation (training.per_device_eval_batch_size): "
-            list(engine.evaluate([full_batch(config, config.training.per_device_eval_batch_size, model.vocab_size)]))
+            list(engine.evaluate([full_batch(config, config.training.per_device_eval_batch_size, words)]))
         if device.type == "cpu":
             return Outcome(fits=True, peak_bytes=peak_host_bytes())
         # With the context and the buffers that torch does not count.
@@ -142,7 +148,7 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
         ]
         for tokens, longest in sides
     )
-    task = next(iter(OBJECTIVES[data.objective].tasks))
+    task = max(OBJECTIVES[data.objective].tasks, key=lambda name: TASKS[name].continues)  # a teacher has most to do
     pairs = [*zip(encoder_ids, decoder_ids, strict=True)]
     groups = [pairs[first : first + segments] for first in range(0, count, segments)]
     return collate([Example(*first, task, "", tuple(others)) for first, *others in groups], budgets, start_id=0)

@@ -30,6 +30,7 @@ from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import HEADROOM, RECOMPUTATION, choose_recompute, with_fields
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.distillation import TeacherSource
 from ds_encdec.model.precision import product_dtype
 from ds_encdec.training.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
 
@@ -45,6 +46,7 @@ def resolve_batch_size(
     stop: StopRequest,
     model: Qwen3Seq2SeqConfig,
     resumed_from: Checkpoint | None,
+    teacher: TeacherSource | None = None,
 ) -> FullConfig:
     """Return `config` with a number as its micro-batch size, and with the accumulation for it. A collective. Raises on
     every rank: OutOfMemoryError if no size fits, ConfigError if `training.global_batch_size` is not that of
@@ -53,7 +55,7 @@ def resolve_batch_size(
     if resumed_from is not None:
         return _as_saved(config, resumed_from, world_size)
     if is_auto(config):
-        return _Search(config, context, stop, model).largest()
+        return _Search(config, context, stop, model, teacher).largest()
     if config.training.global_batch_size is not None:
         return with_micro_batch_size(config, config.training.micro_batch_size, world_size)
     return config
@@ -102,8 +104,15 @@ def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullCon
 class _Search:
     """Searches the largest size that fits. All ranks take the same steps, by figures that they exchange."""
 
-    def __init__(self, config: FullConfig, context: RunContext, stop: StopRequest, model: Qwen3Seq2SeqConfig) -> None:
-        self._config, self._context, self._stop, self._model = config, context, stop, model
+    def __init__(
+        self,
+        config: FullConfig,
+        context: RunContext,
+        stop: StopRequest,
+        model: Qwen3Seq2SeqConfig,
+        teacher: TeacherSource | None,
+    ) -> None:
+        self._config, self._context, self._stop, self._model, self._teacher = config, context, stop, model, teacher
         self._tries = itertools.count(1)
         collectives, on_cpu = context.collectives, context.device.type == "cpu"
         share = context.world.local_world_size if on_cpu else 1  # the ranks of a machine share its memory
@@ -158,6 +167,7 @@ class _Search:
             number=next(self._tries),
             device=str(context.device),
             free_bytes=self._free_bytes,
+            teacher=None if self._teacher is None else self._teacher.config.to_dict(),
         )
         with self._stop.heartbeat.busy(), ExitStack() as opened:
             process = context.collectives.on_every_rank(lambda: opened.enter_context(ProbeProcess(task)))
