@@ -24,6 +24,7 @@ from ds_encdec.registry.families import (
     Family,
     unknown_family,
 )
+from ds_encdec.registry.objectives import OBJECTIVES
 
 if TYPE_CHECKING:  # `--help` does not wait for pydantic
     from ds_encdec.config.sections import Sections
@@ -121,6 +122,19 @@ def teacher_place(config: Sections) -> str | None:
     """Return the folder or hub id of the teacher, if there is one."""
     name = config.training.teacher
     return config.model.model_name_or_path if name == "source" else name
+
+
+def teacher_problem(config: Sections, stored: Mapping[str, Any]) -> str | None:
+    """Return why the model whose `config.json` has the fields `stored` cannot be the teacher of a run, else None."""
+    data, is_decoder = config.data, stored["model_type"] in FAMILIES
+    if not stored["num_hidden_layers"]:
+        return "it is an encoder alone, which predicts no tokens: name a decoder"
+    if not is_decoder and config.training.teacher == "source":
+        return "model.model_name_or_path is no decoder that a model is made from: name the teacher's folder"
+    if is_decoder and not OBJECTIVES[data.objective].continues(data):
+        return "a decoder teaches only outputs that go on with their input: raise S in data.ul2_task_weights"
+    no_modes = "a decoder knows no mode tokens: set data.use_mode_tokens=false"
+    return no_modes if is_decoder and data.use_mode_tokens else None
 
 
 def require_recorded_code(folder: Path, stored: Mapping[str, Any]) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.base.types import Batch, CheckpointError, ConfigError, WeightSource
-from ds_encdec.config.stored_model import model_folder, read_stored_model
+from ds_encdec.config.sections import Sections
+from ds_encdec.config.stored_model import model_folder, read_stored_model, teacher_place, teacher_problem
 from ds_encdec.config.training_sections import TrainingConfig
 from ds_encdec.model.attention import PackedLayout, permuted
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -59,13 +60,17 @@ def of_teacher(weights: WeightSource) -> WeightSource:
 
 
 def resolve_teacher(
-    name: str, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, *, continues: bool = True
-) -> TeacherSource:
-    """Return the teacher in the folder or hub repository `name` of a student with this tokenizer. `continues`: examples
-    are drawn that a decoder teaches. Raises CheckpointError for one that cannot be read, ConfigError for one with other
-    token ids, and for a decoder that would teach nothing."""
+    config: Sections, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+) -> TeacherSource | None:
+    """Return the teacher of `config`, if there is one, for a student with this tokenizer. Raises CheckpointError for
+    one that cannot be read, ConfigError for one with other token ids, or that would teach nothing."""
+    name = teacher_place(config)
+    if name is None:
+        return None
     folder = model_folder(name, field=FIELD)
     stored = read_stored_model(folder / "config.json")
+    if problem := teacher_problem(config, stored):
+        raise ConfigError(f"{FIELD}={config.training.teacher}: {problem}")
     family, layers = FAMILIES.get(stored["model_type"]), stored["num_hidden_layers"]
     if family is None:
         fields = {name: stored[name] for name in stored.keys() - {"auto_map", "architectures", "dtype", "code_sha256"}}
@@ -76,21 +81,14 @@ def resolve_teacher(
             **{"cross_attention": "final", "encoder_positions": "unrotated", "num_encoder_layers": 0},
         }
     try:
-        config = Qwen3Seq2SeqConfig(**fields)
+        made = Qwen3Seq2SeqConfig(**fields)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    if not layers:
-        raise ConfigError(f"{FIELD}={name} is an encoder alone, which predicts no tokens: name a decoder")
-    if family is not None and not continues:
-        raise ConfigError(
-            f"{FIELD}={name} is a decoder, which teaches only examples whose output goes on with their input: give one "
-            "of them a weight in data.ul2_task_weights, such as S"
-        )
     origin = None if family is None else (family, Depth((), tuple(range(layers))))
-    weights = stored_weights(folder, config, (), stored_rows=config.vocab_size, seed=0, origin=origin)
+    weights = stored_weights(folder, made, (), stored_rows=made.vocab_size, seed=0, origin=origin)
     known = pretrained_tokenizer(name, field=FIELD).get_vocab()
-    words = _common_words(name, known, tokenizer.get_vocab(), vocabulary, config)
-    return TeacherSource(name, config, Base(weights, folder, {"architecture": architecture(config)}), words)
+    words = _common_words(name, known, tokenizer.get_vocab(), vocabulary, made)
+    return TeacherSource(name, made, Base(weights, folder, {"architecture": architecture(made)}), words)
 
 
 def _common_words(
@@ -112,8 +110,6 @@ def _common_words(
             f"{len(config.sentinel_token_ids)} and data.use_mode_tokens={str(bool(config.mode_token_ids)).lower()}, as "
             "it was trained"
         )
-    if not config.num_encoder_layers and vocabulary.mode_token_ids:
-        raise ConfigError(f"{FIELD}={name} is a decoder, which knows no mode tokens: set data.use_mode_tokens=false")
     return words
 
 

@@ -22,10 +22,12 @@ from ds_encdec.config.stored_model import (
     OF_OUR_OWN,
     is_hub_name,
     read_stored_model,
+    teacher_place,
+    teacher_problem,
     tokenizer_lacks_rows,
     untrained_rows,
 )
-from ds_encdec.config.training_sections import CROSS_ENTROPY, LOSS_FIGURES, Schedule, Tracker
+from ds_encdec.config.training_sections import CROSS_ENTROPY, LOSS_FIGURES, SOURCE, Schedule, Tracker
 from ds_encdec.config.validation import mention_all
 from ds_encdec.memory.job import require_possible_model
 from ds_encdec.registry.objectives import FIGURES as OBJECTIVE_FIGURES
@@ -122,6 +124,10 @@ def _absent_folders(config: FullConfig) -> Iterator[Conflict]:
         "infra.logging_dir": _write_problem(infra.logging_dir) if is_logged else None,
     }
     flaws[f"model.{of_tokenizer}"] = flaws.get(f"model.{of_tokenizer}") or _folder_problem(tokenizer, "tokenizer.json")
+    if (teacher := teacher_place(config)) is not None:
+        named = None if config.training.teacher == SOURCE else teacher
+        lacks = _folder_problem(named, "config.json") or _folder_problem(named, "tokenizer.json")
+        flaws["training.teacher"] = lacks or _teacher_problem(config, teacher)
     if infra.offload_optimizer == "nvme" and infra.nvme_path:
         flaws["infra.nvme_path"] = (
             _write_problem(infra.nvme_path) if os.path.isdir(_folder(infra.nvme_path)) else "there is no such folder"
@@ -190,6 +196,15 @@ def _model_problem(config: FullConfig) -> str | None:
     owned = (len(stored.get(field) or ()) for field in ("sentinel_token_ids", "mode_token_ids"))
     lacks = stored["model_type"] == OF_OUR_OWN and any(wanted > has for wanted, has in zip(needs, owned, strict=True))
     return untrained_rows(name, stored, asks_for_modes=config.data.use_mode_tokens) if lacks and model.lora else None
+
+
+def _teacher_problem(config: FullConfig, name: str) -> str | None:
+    if not os.path.isfile(file := _folder(name) / "config.json"):
+        return None  # on the hub, or not there, which is said elsewhere
+    try:
+        return teacher_problem(config, read_stored_model(file))
+    except CheckpointError as error:
+        return str(error)
 
 
 def _write_problem(name: str) -> str | None:

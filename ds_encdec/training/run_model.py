@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.base.types import CheckpointError, WeightSource
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.stored_model import teacher_place
 from ds_encdec.data.sources.builtin_corpus import builtin_documents
 from ds_encdec.exports.adapters import base_record, opened_base, refuse_other_teacher
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -79,12 +78,8 @@ def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = Tru
 def _teacher(
     config: FullConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, *, hashed: bool
 ) -> tuple[TeacherSource | None, dict[str, Any] | None]:
-    name = teacher_place(config)
-    if name is None:
-        return None, None
-    continues = OBJECTIVES[config.data.objective].continues(config.data)
-    source = resolve_teacher(name, tokenizer, vocabulary, continues=continues)
-    return source, base_record(name, source.base) if hashed else None
+    source = resolve_teacher(config, tokenizer, vocabulary)
+    return source, base_record(source.name, source.base) if source is not None and hashed else None
 
 
 def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:

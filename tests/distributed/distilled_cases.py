@@ -61,7 +61,7 @@ def oracle_run(teacher: str, **overrides: Any) -> dict[str, Any]:
 
 def taught_engine(config: FullConfig, *, is_new: bool = True) -> Any:
     context = RunContext(discover(os.environ), torch.device("cpu"), resolve_engine(config), HostCollectives())
-    teacher = resolve_teacher(str(config.training.teacher), *student_vocabulary())
+    teacher = resolve_teacher(config, *student_vocabulary())
     steps = config.training.gradient_accumulation_steps
     source = weights if is_new or config.model.lora is not None else None
     return create_engine(config, context, SHORT_MODEL, source, steps, teacher)

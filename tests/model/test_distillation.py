@@ -10,6 +10,7 @@ from taught import WORDS, batch_of, documents, reference, student_vocabulary, te
 from tiny_models import tiny_config, tiny_model
 
 from ds_encdec.base.types import CheckpointError, ConfigError
+from ds_encdec.config.schema import load_config
 from ds_encdec.engine.sharded_engine import unfilled
 from ds_encdec.model.distillation import DistilledSeq2SeqLM, TeacherSource, lesson_of, resolve_teacher
 from ds_encdec.objectives.protocol import run_packed
@@ -38,6 +39,14 @@ def student_of(source: TeacherSource, share: float = 0.4, temperature: float = 1
     return student
 
 
+def teacher_in(folder: Path, **settings: Any) -> TeacherSource:
+    given = {"model.model_name_or_path": folder, "training.teacher": folder, **settings}
+    config = load_config(None, [f"{name}={value}" for name, value in given.items()])
+    source = resolve_teacher(config, *student_vocabulary(mode_tokens=config.data.use_mode_tokens))
+    assert source is not None
+    return source
+
+
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
@@ -45,7 +54,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decoder_teaches_what_transformers_own_class_says(tmp_path: Path, family: str) -> None:
     theirs = teacher_folder(tmp_path, family, **FAMILIES[family])
-    source = resolve_teacher(str(tmp_path), *student_vocabulary())
+    source = teacher_in(tmp_path)
     assert source.is_decoder
     assert source.words == WORDS  # its other rows are ids of the student's sentinels
     student, batch = student_of(source), batch_of(MIXED)
@@ -75,7 +84,7 @@ def test_a_decoder_teaches_what_transformers_own_class_says(tmp_path: Path, fami
 )
 def test_batches_without_texts_and_texts_without_input(tmp_path: Path, tasks: Any, lengths: Any) -> None:
     theirs = teacher_folder(tmp_path)
-    student = student_of(resolve_teacher(str(tmp_path), *student_vocabulary()))
+    student = student_of(teacher_in(tmp_path))
     batch = batch_of(tasks, 1, lengths)
     found = run_packed(student, batch, lesson=lesson_of(batch, by_decoder=True))
     total, token_losses, divergences = reference(student, theirs, batch, 0.4, 1.5)
@@ -96,7 +105,7 @@ def own_folder(folder: Path, sentinels: int = 4) -> Any:
 
 def test_an_encoder_decoder_teaches_all_examples(tmp_path: Path) -> None:
     theirs = own_folder(tmp_path)
-    source = resolve_teacher(str(tmp_path), *student_vocabulary())
+    source = teacher_in(tmp_path)
     assert not source.is_decoder
     student, batch = student_of(source, 1.0, 1.0, cross_attention="renormed"), batch_of(MIXED)
     found = run_packed(student, batch, lesson=lesson_of(batch, by_decoder=False))
@@ -119,18 +128,22 @@ def test_a_teacher_with_other_ids_is_refused(tmp_path: Path) -> None:
     teacher_folder(tmp_path)
     word_tokenizer(first="v").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"another vocabulary: the student's token 'w0' is id 0, but there does not"):
-        resolve_teacher(str(tmp_path), *student_vocabulary())
+        teacher_in(tmp_path)
     word_tokenizer(WORDS - 10).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"'w70' is id 70.*10 tokens differ"):
-        resolve_teacher(str(tmp_path), *student_vocabulary())
+        teacher_in(tmp_path)
 
 
 def test_a_decoder_beside_mode_tokens_and_other_sentinels_are_refused(tmp_path: Path) -> None:
     teacher_folder(tmp_path / "decoder")
-    with pytest.raises(ConfigError, match=r"data.use_mode_tokens=false"):
-        resolve_teacher(str(tmp_path / "decoder"), *student_vocabulary(mode_tokens=True))
+    with pytest.raises(ConfigError, match=r"a decoder knows no mode tokens: set data.use_mode_tokens=false"):
+        teacher_in(tmp_path / "decoder", **{"data.use_mode_tokens": "true"})
+    with pytest.raises(ConfigError, match=r"raise S in data.ul2_task_weights"):
+        teacher_in(tmp_path / "decoder", **{"data.ul2_task_weights": [1, 1, 1, 1, 0]})
     own_folder(tmp_path / "own", sentinels=3)
+    with pytest.raises(ConfigError, match=r"training.teacher=source: model.model_name_or_path is no decoder"):
+        teacher_in(tmp_path / "own", **{"training.teacher": "source"})
     with pytest.raises(ConfigError, match=r"model.num_sentinel_tokens=3 and data.use_mode_tokens=false"):
-        resolve_teacher(str(tmp_path / "own"), *student_vocabulary())
+        teacher_in(tmp_path / "own")
     with pytest.raises(CheckpointError, match=r"training.teacher: the folder .* does not exist"):
-        resolve_teacher(str(tmp_path / "nothing"), *student_vocabulary())
+        teacher_in(tmp_path / "nothing")
