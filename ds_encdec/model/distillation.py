@@ -79,6 +79,8 @@ def resolve_teacher(
             "tie_word_embeddings": stored.get("tie_word_embeddings", False),
             "unrotated_layers": {"decoder": list(stored["unrotated_layers"])},
             **{"cross_attention": "final", "encoder_positions": "unrotated", "num_encoder_layers": 0},
+            **{"pad_token_id": vocabulary.pad_id, "eos_token_id": vocabulary.eos_id},
+            "decoder_start_token_id": vocabulary.start_id,
         }
     try:
         made = Qwen3Seq2SeqConfig(**fields)

@@ -60,7 +60,7 @@ def main() -> None:
 
 def runs(seeds: int) -> Iterator[tuple[str, str, int]]:
     """Engine, arm and seed of each run."""
-    yield from ((engine, arm, seed) for engine in ENGINES for seed in range(1, seeds + 1) for arm in ARMS)
+    yield from ((engine, arm, seed) for seed in range(1, seeds + 1) for engine in ENGINES for arm in ARMS)
 
 
 def place(folder: Path, engine: str, arm: str, seed: int) -> Path:
