@@ -16,6 +16,7 @@ from ds_encdec.data.examples.protocol import ExampleMaker
 from ds_encdec.data.inspection import inspect_run_data
 from ds_encdec.data.sources.sources import BadRow
 from ds_encdec.training.absent import look_here
+from ds_encdec.training.auto_batch.probe import full_batch
 
 TOKENIZER, VOCABULARY = byte_tokenizer()
 
@@ -230,3 +231,12 @@ def test_the_builtin_pairs_are_distinct_functions_without_their_docstrings() -> 
     assert found["query"] == "Remove any common leading whitespace from every line in `text`."
     assert found["positive"].startswith("def dedent(text):\n")
     assert found["query"] not in json.dumps(found["positive"])
+
+
+@pytest.mark.parametrize("objective", ["contrastive", "mntp"])
+def test_a_trial_of_a_micro_batch_has_the_losses_of_its_objective(tmp_path: Path, objective: str) -> None:
+    config = config_of(tmp_path, objective, **({"num_negatives": 1} if objective == "contrastive" else {}))
+    batch = full_batch(config, 3, 250)
+    assert batch.encoder_tokens == len(batch.encoder_ids) == 3 * 32 * (3 if objective == "contrastive" else 1)
+    assert batch.num_losses == len(batch.documents) == 3
+    assert (batch.labels != -100).sum() == (3 if objective == "mntp" else 0)

@@ -149,9 +149,14 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
         for tokens, longest in sides
     )
     task = max(OBJECTIVES[data.objective].tasks, key=lambda name: TASKS[name].continues)  # a teacher has most to do
+    mask_id = 0 if TASKS[task].on_encoder else None
+    if mask_id is not None:  # the second token of each text is predicted
+        encoder_ids = [np.concatenate([[1, mask_id], ids[2:].clip(1)]).astype(np.int32) for ids in encoder_ids]
+        decoder_ids = [ids[:1] for ids in encoder_ids]
     pairs = [*zip(encoder_ids, decoder_ids, strict=True)]
     groups = [pairs[first : first + segments] for first in range(0, count, segments)]
-    return collate([Example(*first, task, "", tuple(others)) for first, *others in groups], budgets, start_id=0)
+    examples = [Example(*first, task, "", tuple(others)) for first, *others in groups]
+    return collate(examples, budgets, start_id=0, mask_id=mask_id)
 
 
 def zero_weights(sizes: ModelSizes) -> WeightSource:
