@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Trains a small encoder-decoder on text that is already on this machine, exports it, and shows what it has learned.
 #
-#   scripts/quickstart.sh [--sft | --dpo | --embeddings] [--ranks N] [--resume auto] [section.field=value ...]
+#   scripts/quickstart.sh [--sft | --dpo | --embeddings | --distill] [--ranks N] [--resume auto] [section.field=value ...]
 #   scripts/quickstart.sh infra.distributed_type=fsdp       # FSDP2 instead of DeepSpeed, started by torchrun
 #
 # --sft    learns a task instead, from inputs and outputs, and counts the right outputs of a held-out split
 # --dpo    learns from pairs of answers which one is right, and counts the held-out pairs in the right order
+# --distill  learns to continue text, beside a small decoder that is trained first (minutes, once)
 # --embeddings  learns to find the function that a docstring describes, and compares that with searches by words
 # --ranks  processes to train with (default: two, or one where there is only one core or GPU)
 #
@@ -18,6 +19,7 @@ while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
         --sft | --dpo | --embeddings) name=quickstart_${1#--}; shift ;;
+        --distill) name=quickstart_distillation; shift ;;
         --ranks=*) ranks="${1#*=}"; shift ;;
         --resume=*) resume="${1#*=}"; shift ;;
         infra.output_dir=* | --infra.output_dir=* | output_dir=* | --output_dir=*)
@@ -49,6 +51,12 @@ output="${output:-$(numbered_folder)}"
 # One port per run, so that another one on this machine is not in the way.
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
+if [ "$name" = quickstart_distillation ]; then
+    decoder="$ROOT/output/decoder"
+    python "$ROOT/scripts/bench/distillation.py" decoder --folder "$decoder"
+    overrides=("model.model_name_or_path=$decoder/source" "data.data_files=$decoder/text/ul2.jsonl"
+        "data.eval_files=$decoder/text/eval.jsonl" ${overrides[@]+"${overrides[@]}"})
+fi
 launcher=(deepspeed --log_level error --num_gpus "$ranks" --master_port "$port")
 engine=$(ds-encdec train --config "$ROOT/ds_configs/$name.yaml" --print-config ${overrides[@]+"${overrides[@]}"} |
     sed -n 's/^ *distributed_type: *//p') # in whatever words it was asked for
