@@ -153,14 +153,14 @@ def ours(job: Job, turns: Turns, *changes: str) -> None:
     """`run_training` with another loader."""
     import dataclasses
 
-    from ds_encdec.base.types import Callback
+    from ds_encdec.base.types import Callback, LossSum
     from ds_encdec.data.loader import LaneLoader
     from ds_encdec.engine.sharded_engine import ShardedEngine
     from ds_encdec.training import build
 
     rank = int(os.environ["RANK"])
     losses: list[tuple[Tensor, int]] = []
-    real_forward, real_data = ShardedEngine.forward, build.build_data
+    real_losses, real_data = ShardedEngine.losses, build.build_data
 
     class Given(LaneLoader):
         """Hands out the job's micro-batches of this rank instead of its pipeline's."""
@@ -170,11 +170,11 @@ def ours(job: Job, turns: Turns, *changes: str) -> None:
         def __next__(self) -> list[Batch]:
             return [collate(next(self.batches), job.budgets, job.vocabulary.pad_id)]
 
-    def forward(engine: ShardedEngine, batch: Batch) -> Any:
-        loss = real_forward(engine, batch)
-        tokens = batch.target_tokens
-        losses.append((loss.total.detach() / tokens, batch.encoder_tokens + tokens))
-        return loss
+    def recorded(engine: ShardedEngine, batches: Sequence[Batch]) -> Iterator[LossSum]:
+        for batch, loss in zip(batches, real_losses(engine, batches), strict=True):
+            tokens = batch.target_tokens
+            losses.append((loss.total.detach() / tokens, batch.encoder_tokens + tokens))
+            yield loss
 
     def build_data(*arguments: Any, **options: Any) -> Any:
         data = real_data(*arguments, **options)
@@ -184,7 +184,7 @@ def ours(job: Job, turns: Turns, *changes: str) -> None:
         def after_step(self, *_: Any) -> None:
             turns.after_step(*losses.pop())
 
-    ShardedEngine.forward, build.build_data = forward, build_data  # type: ignore[method-assign]
+    ShardedEngine.losses, build.build_data = recorded, build_data  # type: ignore[method-assign]
     turns.wait()
     build.run_training(job.config(f"infra.output_dir={_shared_folder()}", *changes), callbacks=[Told()])
 

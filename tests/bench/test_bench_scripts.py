@@ -60,5 +60,6 @@ def test_figures_of_one_process(script: str, arguments: str, first: str, tmp_pat
     Version(torch.__version__) < Version("2.12"), reason="torch 2.11 has no shapes for addmm's out_dtype"
 )
 def test_what_is_counted_for_a_gpu(tmp_path: Path) -> None:
-    kernel, operators = rows("loss_traffic.py", tmp_path)
+    kernel, operators, *taught = rows("loss_traffic.py", tmp_path)
     assert kernel["GB"] < operators["GB"] / 2
+    assert taught[0]["GB"] < taught[1]["GB"] / 2  # with a teacher
