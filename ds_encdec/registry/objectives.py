@@ -73,7 +73,7 @@ class Objective:
     `maker`, called with the section `data`, the seed, the tokenizer and its vocabulary, returns the
     `data.examples.protocol.ExampleMaker`; `losses`, called with the configuration and the collectives, the
     `objectives.protocol.Losses`. `figures`: those of `FIGURES` that it has. `segments`: of an example, at most.
-    `encoder_only`: no decoder is trained.
+    `encoder_only`: no decoder is trained. `has_reference`: losses compare the model with the one that a run began as.
 
     `tasks`: its kinds of examples; `weights`: how often each is drawn, relative. `columns`: if documents are rows and
     not texts, the columns to read of a table that has these; `needed`: those without which a row gives no example, by
@@ -98,6 +98,7 @@ class Objective:
     figures: tuple[str, ...] = ()
     segments: Callable[[Any], int] = lambda _: 1
     encoder_only: bool = False
+    has_reference: bool = False
 
     def continues(self, data: Any) -> bool:
         """Return whether examples are drawn whose output goes on with their input."""
@@ -300,6 +301,7 @@ OBJECTIVES = {
         },
         read_fields=_PREFERRED,
         losses="ds_encdec.objectives.preferences:PreferenceLosses",
+        has_reference=True,
         figures=(
             "reward_chosen",
             "reward_rejected",

@@ -24,6 +24,7 @@ from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.model.source import base_model
 from ds_encdec.objectives.preferences import PreferenceLosses
+from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,10 @@ _LINE_SECONDS = 30.0  # between two lines about the progress
 def use_reference(run: Run, data: TrainingData, engine: Engine, stop: StopRequest) -> None:
     """Give the loader the table of the reference: the checkpoint's, or that of an earlier start of this run, or a new
     one. A collective. Raises CheckpointError, DataError, or Preempted."""
-    losses, collectives, folder = engine.objective, run.context.collectives, run.folder.reference
-    if not isinstance(losses, PreferenceLosses):
+    if not OBJECTIVES[run.config.data.objective].has_reference:
         return
+    losses, collectives, folder = engine.objective, run.context.collectives, run.folder.reference
+    assert isinstance(losses, PreferenceLosses)
     if run.checkpoint is None:
         facts = collectives.on_rank_zero(lambda: _facts(run, data))
         if not collectives.on_rank_zero(lambda: _has_table(folder, facts)):

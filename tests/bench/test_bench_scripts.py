@@ -47,7 +47,7 @@ def test_contenders_do_equal_work(tmp_path: Path) -> None:
         ("save.py", "--engine fsdp --hidden 128 --layers 1 --vocab 512 --repeats 1", "quiet step"),
         ("data.py", "--micro-batches 2 --rounds 1 --max-length 256", "ours"),
         ("packing.py", "--batches 5", "4 x (4096 + 2048)"),
-        ("depth.py", f"--size {SMALL} --decoder-layers 4 1 --rounds 1 --new-tokens 2 --input-tokens 8", "3 + 4"),
+        ("depth.py", f"--size {SMALL} --decoder-layers 4 1 --rounds 1 --new-tokens 16 --input-tokens 8", "3 + 4"),
     ],
 )
 def test_figures_of_one_process(script: str, arguments: str, first: str, tmp_path: Path) -> None:
