@@ -106,7 +106,9 @@ if prefers:
     print(f"pairs whose right answer is the likelier one, before training: {100 * (before[:, 0] > before[:, 1]).mean():.1f} %")
     print(f"held-out pairs whose right answer has gained more, at the end: {100 * held_out[-1]['eval/reward_accuracy']:.1f} %")
 END
+loads="AutoModelForSeq2SeqLM.from_pretrained"
 if [ "$name" = quickstart_embeddings ]; then
+    loads=SentenceTransformer
     python "$ROOT/scripts/dev/embedding_quickstart.py" "$output"
 fi
 if [ "$name" = quickstart ]; then
@@ -122,7 +124,7 @@ cat <<END
 metrics      $output/metrics.jsonl
 TensorBoard  tensorboard --logdir $output/logs
 checkpoints  $output/checkpoints
-model        $model   (AutoModelForSeq2SeqLM.from_pretrained(..., trust_remote_code=True))
+model        $model   ($loads(..., trust_remote_code=True))
 try next     source ${VIRTUAL_ENV:-$ROOT/.venv}/bin/activate && ds-encdec inspect-data $ROOT/ds_configs/$name.yaml -n 3
 took         $((SECONDS / 60)) min $((SECONDS % 60)) s
 END
