@@ -48,10 +48,14 @@ def use_reference(run: Run, data: TrainingData, engine: Engine, stop: StopReques
     else:
         collectives.on_rank_zero(lambda: _take_over(run, folder))
 
-    def opened() -> ReferenceTable | None:
-        if (table := ReferenceTable.read(folder)) is not None:
-            for find in data.evaluated:  # all pairs of evaluations, on all ranks: later each would look for its own
-                table(find())
+    def opened() -> ReferenceTable:
+        if (table := ReferenceTable.read(folder)) is None:  # a batch without it would be its own reference
+            raise CheckpointError(
+                f"{folder}: rank {collectives.rank} does not find the table of the reference that rank 0 wrote. Set "
+                "infra.output_dir to a folder that all hosts share"
+            )
+        for find in data.evaluated:  # all pairs of evaluations, on all ranks: later each would look for its own
+            table(find())
         return table
 
     data.loader.reference = collectives.on_every_rank(opened)

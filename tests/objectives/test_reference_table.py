@@ -24,6 +24,7 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import Heartbeat
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.objectives.preferences import PreferenceLosses
+from ds_encdec.training import reference
 from ds_encdec.training.reference import _measured, _share, _take_over, use_reference
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
@@ -221,3 +222,19 @@ def test_a_resume_takes_the_table_of_its_checkpoint(tmp_path: Path) -> None:
     other = saved_in(tmp_path / "fine-tuned", None)
     with pytest.raises(CheckpointError, match=r"was not made with data\.objective=dpo\. Start a new run"):
         _take_over(run_in(ours, config, other), ours / "reference")
+
+
+def test_a_rank_that_does_not_see_the_table_refuses_to_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batches would be their own reference, without a word."""
+    collectives, config = HostCollectives(), FullConfig.model_validate({"data": {"objective": "dpo"}})
+    monkeypatch.setattr(reference, "_facts", lambda *_: {})
+    monkeypatch.setattr(reference, "_has_table", lambda *_: True)  # as rank 0 of another host finds it
+    run: Any = SimpleNamespace(
+        config=config,
+        context=SimpleNamespace(collectives=collectives),
+        folder=SimpleNamespace(reference=tmp_path / "reference"),
+        checkpoint=None,
+    )
+    engine: Any = SimpleNamespace(objective=PreferenceLosses(config, collectives))
+    with pytest.raises(CheckpointError, match="rank 0 does not find the table"):
+        reference.use_reference(run, SimpleNamespace(), engine, SimpleNamespace())  # type: ignore[arg-type]
