@@ -31,8 +31,7 @@ class ContrastiveConfig(Section):
     pooling: Literal["mean", "last"] = "mean"
     """An embedding is the mean of a text's states, or its last one."""
     matryoshka_dims: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Sizes to which embeddings may be cut: the loss is the mean of those of their first so many numbers, each, and of
-    whole ones."""
+    """Sizes to which embeddings may be cut: the loss is the mean over these sizes and the whole embedding."""
     symmetric: bool = False
     """Let each positive find its query as well, and take the mean of both losses."""
     false_negative_margin: Annotated[float | None, Mark.TUNABLE] = Field(default=None, ge=-2, le=2)

@@ -45,7 +45,7 @@ class TeacherSource:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether it is a decoder alone."""
+        """True if it is a decoder alone."""
         return self.config.num_encoder_layers == 0
 
 
@@ -117,10 +117,10 @@ def _common_words(
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a teacher tells of a batch. `order`: int64 [Td], the decoder's tokens that it teaches, ascending, and then
-    all others; `inverse` takes back. `rows`: int64 [R], the teacher's states that predict the first of these. A decoder
-    reads texts, packed as in `packing`, whose ids stand at the places `index` of [encoder's ids ; decoder's input]; an
-    encoder-decoder without them reads the student's batch."""
+    """The places of what a teacher teaches in a batch. `order`: int64 [Td], the decoder's tokens that it teaches,
+    ascending, and then all others; `inverse` takes back. `rows`: int64 [R], the teacher's states that predict the first
+    of these. A decoder reads texts, packed as in `packing`, whose ids stand at the places `index` of [encoder's ids ;
+    decoder's input]; an encoder-decoder without them reads the student's batch."""
 
     order: Tensor
     inverse: Tensor
@@ -168,7 +168,7 @@ class DistillingHead(LanguageModelHead):
     """The output layer of a student beside its teacher's, or of a teacher."""
 
     def forward(self, *inputs: Any, teacher: Teacher | None = None, within: Within | None = None) -> Any:
-        """With `within`, call it with this layer's input and weight, while that is whole; otherwise return what
+        """Call `within`, if given, with this layer's input and weight, while that is whole; otherwise return what
         `LanguageModelHead` does, beside a `teacher` also the divergences."""
         if within is not None:
             within(inputs[0], self.weight)

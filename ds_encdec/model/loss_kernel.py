@@ -37,7 +37,7 @@ class Extras(NamedTuple):
 
 
 class Taught(NamedTuple):
-    """What a teacher says of rows, all of which have labels: its logits, float32 [C, W], contiguous, overwritten, of
+    """A teacher's view of rows, all of which have labels: its logits, float32 [C, W], contiguous, overwritten, of
     which the first `words` count (no more than the student has); and, to be filled, float32 [C], the divergences
     KL(teacher || student) of both softmaxes at `temperature`. `share` of what is optimised are these, times the squared
     temperature, with which gradients do not shrink (arXiv 1503.02531); the rest are the losses."""

@@ -1,4 +1,4 @@
-"""What turns a step's micro-batches into losses: the protocol between the engines and the objectives."""
+"""The protocol between the engines and the objectives, which turn a step's micro-batches into losses."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pkgutil import resolve_name
